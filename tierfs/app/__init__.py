@@ -1,0 +1,1 @@
+"""Composition: builds every part from the configuration and opens the long-lived nurseries."""

@@ -1,0 +1,73 @@
+"""Logs of a daemon: one event a line, `event key=value ...`, as text or JSON, and never a flood.
+
+An event that repeats (the same message template of the same logger) is written at most a few times in a while; what
+was held back is counted in the next line of that event.
+"""
+
+import json
+import logging
+import logging.handlers
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+_BURST = 10
+_WINDOW_S = 10.0
+_FILE_BYTES = 16 << 20
+_FILES = 3
+_EVENTS_MAX = 1000
+
+
+class FloodFilter(logging.Filter):
+    """Lets ``_BURST`` records of one event through in ``_WINDOW_S`` seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._events: dict[tuple[str, str], list[float]] = {}  # [start of the window, let through, held back]
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        now = self._clock()
+        if len(self._events) > _EVENTS_MAX:
+            self._events.clear()
+        event = self._events.setdefault((record.name, str(record.msg)), [now, 0, 0])
+        if now - event[0] >= _WINDOW_S:
+            if event[2]:
+                record.msg = f"{record.msg} held_back={int(event[2])}"
+            event[:] = [now, 0, 0]
+        if event[1] >= _BURST:
+            event[2] += 1
+            return False
+        event[1] += 1
+        return True
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "time": round(record.created, 6),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def start(*, level: str, file: str | None, style: str) -> None:
+    """Send all logs to a file that is rotated by size, or to stderr. Called once, before any thread starts."""
+    handler: logging.Handler
+    if file:
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        handler = logging.handlers.RotatingFileHandler(file, maxBytes=_FILE_BYTES, backupCount=_FILES)
+    else:
+        handler = logging.StreamHandler()
+    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s")
+    handler.setFormatter(JsonFormatter() if style == "json" else text)
+    handler.addFilter(FloodFilter())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())

@@ -1,0 +1,363 @@
+"""The mount daemon: builds every part from the configuration and runs them until it is told to stop.
+
+    source ─ publication ─► tree ─► filesystem ─► operations ─► FUSE session
+                 │                      │
+                 └─ content ids ─► block cache ─► tiers (hot, warm)
+    control socket: status, where, warm, stop
+
+Order of stopping: unmount (lazily, so that readers see an end at once), then the request loop, then the tiers, which
+write their clean-stop mark. A watchdog ends the process if a stuck disk or source keeps that from finishing.
+"""
+
+import hashlib
+import logging
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import trio
+
+from tierfs.app.secrets import client_tls, read_token
+from tierfs.blocks.errors import MountFailed, ProtocolError, SourceUnavailable, TierfsError
+from tierfs.blocks.ids import ObjectKey, VersionId
+from tierfs.cache.block_cache import BlockCache
+from tierfs.cache.buffers import BufferPool
+from tierfs.cache.prefetcher import Prefetcher
+from tierfs.catalog import schema
+from tierfs.catalog.schema import Kind, Publication
+from tierfs.config.schema import MountConfig
+from tierfs.control import commands, registry
+from tierfs.control import socket as control_socket
+from tierfs.fs.filesystem import Filesystem
+from tierfs.fs.inodes import Inodes
+from tierfs.fs.tree import Tree
+from tierfs.fuse.kernel import KernelLimits, apply_limits, mount_at
+from tierfs.fuse.operations import Operations, Presentation
+from tierfs.fuse.session import Session
+from tierfs.policy.readahead import ReadaheadConfig
+from tierfs.tiers.directory import DirectorySource
+from tierfs.tiers.interface import LocalTier, Source
+from tierfs.tiers.local import DirectoryTier
+from tierfs.tiers.remote import RemoteSource
+
+log = logging.getLogger(__name__)
+
+_STOP_LIMIT_S = 8.0  # after this the watchdog ends the process; the promise is 10 s
+_CONTENT_BATCH_S = 1.0  # content ids arrive one by one while the server digests
+
+
+def unmount_dead(mountpoint: str) -> bool:
+    """Clear what a killed daemon left at a mountpoint; whether there was something. Raises MountFailed if it lives."""
+    cleared = False
+    while (entry := mount_at(mountpoint)) is not None and entry.file_system == "fuse.tierfs":
+        for record in registry.records():
+            if record.mountpoint == mountpoint and record.alive:
+                raise MountFailed(f"{mountpoint} is already mounted by the daemon with pid {record.pid}")
+        detach(mountpoint)
+        cleared = True
+        log.info("dead-mount-cleared mountpoint=%s", mountpoint)
+    registry.remove(mountpoint)
+    return cleared
+
+
+def detach(mountpoint: str) -> None:
+    """Take the mount away, lazily. Raises MountFailed."""
+    command = ["umount", "-l", mountpoint] if os.geteuid() == 0 else ["fusermount3", "-u", "-z", mountpoint]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise MountFailed(f"cannot unmount {mountpoint}: {error}") from error
+    if done.returncode != 0 and mount_at(mountpoint) is not None:
+        raise MountFailed(f"cannot unmount {mountpoint}: {done.stderr.strip()}")
+
+
+def check_places(config: MountConfig, mountpoint: str) -> None:
+    """Refuse a mountpoint that cannot work, with the reason. Never touches a mounted tierfs."""
+    path = Path(mountpoint)
+    if not path.is_dir():
+        raise MountFailed(f"{mountpoint} is not a directory: make it with mkdir -p")
+    places = [Path(place) for place in tier_paths(config)]
+    if config.source.url.startswith("dir:"):
+        places.append(Path(config.source.url.removeprefix("dir:")))
+    for place in places:
+        resolved = place.resolve()
+        if resolved == path or path in resolved.parents:
+            raise MountFailed(f"{place} lies inside the mountpoint {mountpoint}: tierfs would wait for itself")
+        if place in [Path(tier) for tier in tier_paths(config)] and resolved in path.parents:
+            raise MountFailed(f"the mountpoint {mountpoint} lies inside the tier directory {place}")
+
+
+def tier_paths(config: MountConfig) -> list[str]:
+    """All directories of the local tiers."""
+    paths = [str(path) for path in config.warm.directories] if config.warm else []
+    return paths + ([str(config.hot.path)] if config.hot else [])
+
+
+def mount(config: MountConfig, mountpoint: str, *, config_path: str, log_file: str, ready: Callable[[], None]) -> None:
+    """Mount and serve until unmounted or told to stop (SIGTERM, SIGINT, the control socket).
+
+    ``ready`` is called once readers may come. Raises a TierfsError when the mount cannot be made.
+    """
+    unmount_dead(mountpoint)
+    check_places(config, mountpoint)
+    try:
+        trio.run(_Mount(config, mountpoint, config_path, log_file, ready).run)
+    except* TierfsError as group:
+        raise _first(group) from group
+    finally:
+        registry.remove(mountpoint)
+
+
+def _first(group: BaseExceptionGroup[TierfsError]) -> TierfsError:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, TierfsError)
+    return error
+
+
+class _Mount:
+    def __init__(
+        self, config: MountConfig, mountpoint: str, config_path: str, log_file: str, ready: Callable[[], None]
+    ) -> None:
+        self._config = config
+        self._mountpoint = mountpoint
+        self._config_path = config_path
+        self._log_file = log_file
+        self._ready = ready
+        self._stopping = trio.Event()
+        name = hashlib.sha256(config.source.url.encode()).hexdigest()[:16]
+        self._state = Path(config.state_dir) / "mounts" / name
+        self._state.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    async def run(self) -> None:
+        config = self._config
+        async with trio.open_nursery() as outer:
+            outer.start_soon(self._signals, outer.cancel_scope)
+            source = make_source(config)
+            await outer.start(_running, source)
+            publication = await self._first_publication(source)
+            block_bytes = publication.catalog.block_bytes
+            inodes = Inodes(self._state / "inodes.json")
+            tree = await trio.to_thread.run_sync(Tree, publication.catalog, inodes)
+            tiers = make_tiers(config)
+            for tier in tiers:
+                await outer.start(_running, tier)
+            pool = BufferPool(limit_bytes=config.memory.limit, block_bytes=block_bytes)
+            cache = BlockCache(
+                source=source,
+                tiers=tiers,
+                pool=pool,
+                block_bytes=block_bytes,
+                source_timeout_s=config.source.timeout,
+                admits=_hot_admission(config),
+            )
+            cache.learn(publication.contents)
+            await outer.start(_running, cache)
+            prefetcher = Prefetcher(cache)
+            await outer.start(_running, prefetcher)
+            filesystem = Filesystem(
+                tree,
+                inodes=inodes,
+                cache=cache,
+                prefetcher=prefetcher,
+                readahead=ReadaheadConfig(
+                    window_min_bytes=config.readahead.window_min,
+                    window_max_bytes=min(config.readahead.window_max, config.memory.limit // 2),
+                    streams_max=config.readahead.streams_max,
+                ),
+            )
+            outer.start_soon(self._follow, source, filesystem, publication)
+            await self._serve(filesystem, prefetcher)
+            outer.cancel_scope.cancel()
+
+    async def _serve(self, filesystem: Filesystem, prefetcher: Prefetcher) -> None:
+        options = self._config.mount
+        presentation = Presentation(
+            uid=os.geteuid() if options.uid is None else options.uid,
+            gid=os.getegid() if options.gid is None else options.gid,
+            metadata_ttl_s=options.metadata_ttl,
+        )
+        operations = Operations(filesystem, presentation)
+        async with AsyncExitStack() as stack:
+            session = stack.enter_context(Session(operations, self._mountpoint, allow_other=options.allow_other))
+            nursery = await stack.enter_async_context(trio.open_nursery())
+            daemon = commands.Daemon(
+                mountpoint=self._mountpoint,
+                started=time.time(),
+                mode_reason="this version has direct mode only",
+                memory_limit_bytes=self._config.memory.limit,
+                filesystem=filesystem,
+                prefetcher=prefetcher,
+                requests=operations.statistics,
+                kernel=KernelLimits(),
+                stop=self._stopping.set,
+            )
+            await nursery.start(control_socket.serve, registry.socket_path(self._mountpoint), commands.handlers(daemon))
+            nursery.start_soon(self._stop_when_told, session, nursery.cancel_scope)
+            nursery.start_soon(self._announce, daemon)
+            await session.serve()
+            log.info("unmounted mountpoint=%s", self._mountpoint)
+            _watchdog()
+            nursery.cancel_scope.cancel()
+
+    async def _announce(self, daemon: commands.Daemon) -> None:
+        options = self._config.mount
+        daemon.kernel = apply_limits(
+            self._mountpoint, read_ahead_bytes=options.read_ahead, max_background=options.max_background
+        )
+        for note in daemon.kernel.notes:
+            log.warning("kernel-limit %s", note)
+        pid = os.getpid()
+        registry.write(
+            registry.Record(
+                mountpoint=self._mountpoint,
+                pid=pid,
+                started=registry.process_start(pid),
+                socket=str(registry.socket_path(self._mountpoint)),
+                config=self._config_path,
+                log_file=self._log_file,
+            )
+        )
+        log.info("mounted mountpoint=%s source=%s", self._mountpoint, self._config.source.url)
+        self._ready()
+
+    async def _signals(self, scope: trio.CancelScope) -> None:
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as received:
+            async for number in received:
+                log.info("signal number=%d", number)
+                self._stopping.set()
+                _watchdog()
+                if mount_at(self._mountpoint) is None:
+                    scope.cancel()  # still starting
+
+    async def _stop_when_told(self, session: Session, scope: trio.CancelScope) -> None:
+        await self._stopping.wait()
+        _watchdog()
+        try:
+            await trio.to_thread.run_sync(detach, self._mountpoint)
+        except MountFailed as error:
+            log.warning("unmount-failed error=%s", error)
+        session.stop()
+        scope.cancel()  # readers that wait for the source get an error from the kernel when the session closes
+
+    async def _first_publication(self, source: Source) -> Publication:
+        saved = self._state / "catalog"
+        with trio.move_on_after(self._config.source.timeout):
+            publication = await source.publication()
+            await trio.to_thread.run_sync(_save, saved, publication.catalog)
+            return publication
+        statistics = source.statistics()
+        reason = f"the source {statistics.url} cannot be reached: {statistics.reason or 'no answer'}"
+        try:
+            catalog = schema.decode(saved.read_bytes())
+        except (OSError, ProtocolError) as error:
+            raise SourceUnavailable(
+                f"{reason}; check that `tierfs serve` runs there and that the address is right"
+            ) from error
+        log.warning("source-down-at-start using=saved-catalog generation=%d reason=%s", catalog.generation, reason)
+        return Publication(catalog, {}, -1)
+
+    async def _follow(self, source: Source, filesystem: Filesystem, publication: Publication) -> None:
+        """Take over each new publication; a new generation's tree is built in a thread, then put in place at once."""
+        cache = filesystem.cache
+        while True:
+            newest = await source.wait_changed(publication.revision)
+            if newest.catalog.block_bytes != cache.block_bytes:
+                log.error(
+                    "generation-ignored number=%d: its block size is %d, this mount runs with %d; mount again",
+                    newest.catalog.generation,
+                    newest.catalog.block_bytes,
+                    cache.block_bytes,
+                )
+            elif newest.catalog != publication.catalog:
+                tree = await trio.to_thread.run_sync(Tree, newest.catalog, filesystem.inodes)
+                cache.learn(newest.contents)
+                filesystem.replace(tree)
+                known = {VersionId(e.version) for e in newest.catalog.entries if e.kind is Kind.FILE}
+                cache.retain(known | filesystem.open_versions())
+                await trio.to_thread.run_sync(_save, self._state / "catalog", newest.catalog)
+            else:
+                cache.learn(newest.contents)
+            publication = newest
+            await trio.sleep(_CONTENT_BATCH_S)
+
+
+def make_source(config: MountConfig) -> Source:
+    """The source the configuration names."""
+    settings = config.source
+    if settings.url.startswith("dir:"):
+        path = Path(settings.url.removeprefix("dir:"))
+        return DirectorySource(
+            path,
+            name=str(path),
+            block_bytes=settings.block_size,
+            state_directory=None,
+            rescan_s=settings.rescan,
+            digest=False,
+        )
+    return RemoteSource(
+        settings.url,
+        token=read_token(settings.token_file),
+        connections=settings.connections,
+        tls=client_tls(enabled=settings.tls, ca_file=settings.tls_ca_file),
+    )
+
+
+def make_tiers(config: MountConfig) -> list[LocalTier]:
+    """Hot, then warm, as far as they are configured."""
+    tiers: list[LocalTier] = []
+    # Blocks that wait to be written hold buffers of the pool; a quarter of it is the most they may take.
+    queue_limit = config.memory.limit // 4
+    if config.hot:
+        tiers.append(
+            DirectoryTier(
+                "hot",
+                [Path(config.hot.path)],
+                capacity_bytes=config.hot.capacity,
+                high_watermark=0.95,
+                low_watermark=0.90,
+                write_queue_bytes=queue_limit,
+                mapped=True,
+            )
+        )
+    if config.warm:
+        tiers.append(
+            DirectoryTier(
+                "warm",
+                [Path(path) for path in config.warm.directories],
+                capacity_bytes=config.warm.capacity,
+                high_watermark=config.warm.high_watermark,
+                low_watermark=config.warm.low_watermark,
+                write_queue_bytes=min(config.warm.write_queue, queue_limit),
+                mapped=False,
+            )
+        )
+    return tiers
+
+
+def _hot_admission(config: MountConfig) -> Callable[[LocalTier, ObjectKey], bool]:
+    mode = config.hot.admit if config.hot else "first"
+    return lambda tier, key: tier.name != "hot" or mode == "first"
+
+
+async def _running(part: Source | LocalTier | BlockCache | Prefetcher, *, task_status: "trio.TaskStatus[None]") -> None:
+    await part.run(task_status=task_status)
+
+
+def _save(path: Path, catalog: schema.Catalog) -> None:
+    temporary = path.with_suffix(".new")
+    temporary.write_bytes(schema.encode(catalog))
+    temporary.replace(path)
+
+
+def _watchdog() -> None:
+    """End the process after a while whatever still hangs: a disk that never answers must not keep an unmount."""
+    timer = threading.Timer(_STOP_LIMIT_S, lambda: os._exit(1))
+    timer.daemon = True
+    timer.start()

@@ -1,0 +1,42 @@
+"""Tokens and certificates: the files the configuration names, as what the transports take."""
+
+import ssl
+from pathlib import Path
+
+from tierfs.blocks.errors import ConfigError
+
+
+def read_token(path: Path | None) -> bytes | None:
+    """The shared token in a file, without the white space around it. Raises ConfigError; never shows the token."""
+    if path is None:
+        return None
+    try:
+        token = path.read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"cannot read the token file {path}: {error.strerror}") from error
+    if not token:
+        raise ConfigError(f"the token file {path} is empty")
+    return token
+
+
+def client_tls(*, enabled: bool, ca_file: Path | None) -> ssl.SSLContext | None:
+    """TLS for a client: the system's certificates, or those of one file."""
+    if not enabled:
+        return None
+    try:
+        return ssl.create_default_context(cafile=None if ca_file is None else str(ca_file))
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"source.tls_ca_file: cannot use {ca_file}: {error}") from error
+
+
+def server_tls(cert_file: Path | None, key_file: Path | None) -> ssl.SSLContext | None:
+    """TLS for a server, if it has a certificate."""
+    if cert_file is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(str(cert_file), None if key_file is None else str(key_file))
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"server.tls_cert_file: cannot use {cert_file} and {key_file}: {error}") from error
+    return context

@@ -1,0 +1,89 @@
+"""The server process: one directory source for each export, and the listener that sends their blocks."""
+
+import logging
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import trio
+
+from tierfs.app.secrets import read_token, server_tls
+from tierfs.config.schema import ServeConfig
+from tierfs.server.listener import Server
+from tierfs.tiers.directory import DirectorySource
+
+log = logging.getLogger(__name__)
+
+_PROGRESS_S = 10.0
+
+
+def serve(config: ServeConfig, *, ready_file: Path | None) -> None:
+    """Serve until SIGTERM or SIGINT. ``ready_file`` gets the URL of each export, one a line, once connections may come.
+
+    Raises ConfigError (an export without a token on an address others can reach, an address in use).
+    """
+    trio.run(_serve, config, ready_file, strict_exception_groups=False)
+
+
+async def _serve(config: ServeConfig, ready_file: Path | None) -> None:
+    sources = {
+        name: DirectorySource(
+            export.path,
+            name=name,
+            block_bytes=export.block_size,
+            state_directory=config.server.state_dir / "exports",
+            settle_s=export.settle,
+            rescan_s=export.rescan,
+            digest_workers=export.digest_workers,
+            digest=export.digest,
+        )
+        for name, export in config.exports.items()
+    }
+    tokens = {
+        name: read_token(export.token_file or config.server.token_file) for name, export in config.exports.items()
+    }
+    server = Server(
+        sources,
+        listen=config.server.listen,
+        tokens=tokens,
+        tls=server_tls(config.server.tls_cert_file, config.server.tls_key_file),
+        max_connections=config.server.max_connections,
+        memory_limit_bytes=config.server.memory_limit,
+    )
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_stop_on_signal, nursery.cancel_scope)
+        for source in sources.values():
+            await nursery.start(_run_source, source)
+        addresses: Sequence[str] = await nursery.start(server.run)
+        for address in addresses:
+            log.info("listening address=%s exports=%s", address, ",".join(sources) or "/")
+        if ready_file is not None:
+            urls = [f"tierfs://{address.removeprefix('tcp://')}/{name}" for address in addresses for name in sources]
+            temporary = ready_file.with_name(ready_file.name + ".new")
+            temporary.write_text("".join(url + "\n" for url in urls))
+            temporary.replace(ready_file)
+        nursery.start_soon(_report_progress, sources)
+
+
+async def _run_source(source: DirectorySource, *, task_status: "trio.TaskStatus[None]") -> None:
+    await source.run(task_status=task_status)
+
+
+async def _stop_on_signal(scope: trio.CancelScope) -> None:
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as received:
+        async for number in received:
+            log.info("stopping signal=%d pid=%d", number, os.getpid())
+            scope.cancel()
+
+
+async def _report_progress(sources: dict[str, DirectorySource]) -> None:
+    last: dict[str, int] = {}
+    while True:
+        await trio.sleep(_PROGRESS_S)
+        for name, source in sources.items():
+            statistics = source.statistics()
+            done, total = statistics.digested_bytes, statistics.digest_total_bytes
+            if last.get(name) != done:
+                log.info("digesting export=%s done_bytes=%d total_bytes=%d", name or "/", done, total)
+                last[name] = done

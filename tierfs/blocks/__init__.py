@@ -1,0 +1,1 @@
+"""Ids, spans, digests, units and errors: the words every other part uses."""

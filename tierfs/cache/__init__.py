@@ -1,0 +1,1 @@
+"""The block cache: what is in memory, what is on its way, and where it came from."""

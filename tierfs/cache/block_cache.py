@@ -1,0 +1,396 @@
+"""The block cache: one read of one span, from the nearest place that has it.
+
+Called by file views (demand), by the prefetcher and by the mover. Below it: the buffer pool, the local tiers in order
+of nearness, one source.
+
+    read(span) ── in memory ──────────────────────────────────────────────────► reply
+        │ no
+        ├─ resident in a tier, answerable at once (mapped, or page cache) ─────► reply
+        ├─ resident in a tier, a lone small span of a verified block ── pread ─► reply
+        └─ join the load of the block:  tier.read_block, nearest first, else the source
+                                        digest checked, put into memory, offered to the tiers that want it
+
+What must hold:
+- One load per block however many wait. A load belongs to the cache's nursery, not to a reader.
+- Nothing is put into memory or offered to a tier before its digest was compared.
+- While the source is away, its loads hold no buffer and no slot during back-off, and never more than a quarter of the
+  pool, so what is resident goes on being served.
+- Each reader has its own deadline; a load goes on as long as one reader waits.
+"""
+
+import logging
+import math
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import trio
+
+from tierfs.blocks.errors import CorruptBlock, NoBuffer, SourceTimeout, SourceUnavailable, TierfsError
+from tierfs.blocks.ids import ContentId, ObjectKey, VersionId, digest_block
+from tierfs.blocks.spans import Span, block_length, whole_block
+from tierfs.cache.buffers import BlockLease, Buffer, BufferPool
+from tierfs.cache.inflight import Load, Slots
+from tierfs.cache.memory import BlockKey, BlockMemory, MemoryBlock
+from tierfs.tiers.interface import LocalTier, ObjectFacts, Offer, Source
+
+log = logging.getLogger(__name__)
+
+_CORRUPT_TRIES = 3  # a block the source sends wrong this often in a row is given up for this load
+_BACKOFF_FIRST_S = 0.05
+_BACKOFF_LIMIT_S = 2.0
+_LOCAL_LOADS = 8  # whole-block reads from local tiers at once; NVMe is saturated by fewer
+
+
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """What the cache must know of a file: one version, as the catalog has it."""
+
+    version: VersionId
+    size_bytes: int
+    path: bytes
+    model: bytes
+    model_bytes: int
+
+
+@dataclass
+class CacheStatistics:
+    """Counters since the start of the daemon."""
+
+    memory_hit_blocks: int = 0
+    source_blocks: int = 0
+    source_bytes: int = 0
+    source_retries: int = 0
+    corrupt_blocks: int = 0  # from the source
+    failed_loads: int = 0
+    tier_bytes: int = 0  # loaded from local tiers as whole blocks
+
+
+class Busy:
+    """How long at least one of many overlapping things was under way: bytes over this is their common rate."""
+
+    def __init__(self) -> None:
+        self._running = 0
+        self._since_s = 0.0
+        self.total_s = 0.0
+
+    def __enter__(self) -> None:
+        if self._running == 0:
+            self._since_s = trio.current_time()
+        self._running += 1
+
+    def __exit__(self, *exception: object) -> None:
+        self._running -= 1
+        if self._running == 0:
+            self.total_s += trio.current_time() - self._since_s
+
+
+class BlockCache:
+    """See the head of this file. Build it, then keep ``run()`` running for as long as anybody reads."""
+
+    def __init__(
+        self,
+        *,
+        source: Source,
+        tiers: Sequence[LocalTier],
+        pool: BufferPool,
+        block_bytes: int,
+        source_timeout_s: float,
+        admits: Callable[[LocalTier, ObjectKey], bool] = lambda tier, key: True,
+    ) -> None:
+        self.block_bytes = block_bytes
+        self.tiers = tuple(tiers)
+        self.source = source
+        self.pool = pool
+        self.memory = BlockMemory()
+        self.statistics = CacheStatistics()
+        self._timeout_s = source_timeout_s
+        self._admits = admits
+        self._contents: dict[VersionId, ContentId] = {}
+        self._loads: dict[BlockKey, Load] = {}
+        source_slots = max(2, min(32, pool.slots // 4))
+        self._source_slots = Slots(source_slots, prefetch_limit=max(1, source_slots * 3 // 4))
+        local_slots = max(2, min(_LOCAL_LOADS, pool.slots // 4))
+        self._local_slots = Slots(local_slots, prefetch_limit=max(1, local_slots * 3 // 4))
+        self._source_busy = Busy()
+        self._tier_busy = Busy()
+        self._nursery: trio.Nursery | None = None
+        self.on_room: Callable[[], None] = lambda: None  # the prefetcher listens: a load ended or a block was read
+        pool.reclaim = self.memory.reclaim
+
+    async def run(self, *, task_status: "trio.TaskStatus[None]" = trio.TASK_STATUS_IGNORED) -> None:
+        """Own the loads. Cancelling it cancels them all; their waiters get SourceUnavailable."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            task_status.started()
+            try:
+                await trio.sleep_forever()
+            finally:
+                self._nursery = None
+                for load in self._loads.values():
+                    load.error = load.error or SourceUnavailable("the daemon is stopping")
+                    load.done.set()
+
+    def key(self, version: VersionId) -> ObjectKey:
+        """The key under which this version's blocks are known now."""
+        return ObjectKey(self._contents.get(version, version))
+
+    def learn(self, contents: Mapping[VersionId, ContentId]) -> None:
+        """Content ids became known. Blocks in memory under the version's key are renamed, tiers told."""
+        for version, content in contents.items():
+            if self._contents.get(version) != content:
+                for tier in self.tiers:
+                    tier.alias(ObjectKey(version), ObjectKey(content))
+                self.memory.rename(ObjectKey(version), ObjectKey(content))
+                self._contents[version] = content
+
+    def retain(self, versions: Set[VersionId]) -> None:
+        """Forget the content ids of all other versions: neither in the newest catalog nor open."""
+        self._contents = {version: content for version, content in self._contents.items() if version in versions}
+
+    def facts(self, file: FileFacts) -> ObjectFacts:
+        """The same file in the words of the tiers."""
+        return ObjectFacts(
+            key=self.key(file.version),
+            size_bytes=file.size_bytes,
+            block_bytes=self.block_bytes,
+            path=file.path,
+            model=file.model,
+            model_bytes=file.model_bytes,
+        )
+
+    async def read(self, file: FileFacts, span: Span, *, sequential: bool) -> memoryview | bytes | bytearray:
+        """Exactly that span. The result is for an immediate reply: valid until the next checkpoint.
+
+        ``sequential``: the rest of the block will be wanted, too, so it is loaded whole.
+        Raises SourceTimeout, StaleVersion, CorruptBlock, SourceRefused, NoBuffer. Cancelling the reader leaves the
+        load running for the others.
+        """
+        key = self.key(file.version)
+        found = self.memory.get((key, span.block))
+        if found is not None:
+            self.statistics.memory_hit_blocks += 1
+            return self._serve((key, span.block), found, span)
+        if (key, span.block) not in self._loads:
+            for tier in self.tiers:
+                if not tier.resident(key, span.block):
+                    continue
+                data: memoryview | bytes | bytearray | None = tier.read_nowait(key, span)
+                if data is None and not sequential:
+                    data = await tier.read_span(key, span)
+                if data is not None:
+                    return data
+                break  # not to be had in parts: load the whole block, verified, from here or from below
+        block = await self._wait(file, key, span.block)
+        return self._serve((key, span.block), block, span)
+
+    async def load(self, file: FileFacts, block: int) -> MemoryBlock:
+        """That block in memory, for the mover. Valid until the next checkpoint unless leased. Raises like read()."""
+        key = self.key(file.version)
+        return self.memory.get((key, block)) or await self._wait(file, key, block)
+
+    def prefetch(self, file: FileFacts, block: int) -> bool:
+        """Start loading a block nobody waits for; False when it is here, on its way, or needs no load (mapped)."""
+        key = self.key(file.version)
+        if (key, block) in self.memory or (key, block) in self._loads:
+            return False
+        for tier in self.tiers:
+            if tier.resident(key, block):
+                if tier.mapped:
+                    return False
+                break
+        self._start(file, key, block, demand=False)
+        return True
+
+    @property
+    def source_rate(self) -> float:
+        """Bytes a second from the source while something was fetched; 0 while nothing was."""
+        return self.statistics.source_bytes / self._source_busy.total_s if self._source_busy.total_s else 0.0
+
+    @property
+    def tier_rate(self) -> float:
+        """Bytes a second from local tiers, likewise."""
+        return self.statistics.tier_bytes / self._tier_busy.total_s if self._tier_busy.total_s else 0.0
+
+    @property
+    def loading(self) -> int:
+        """Blocks on their way."""
+        return len(self._loads)
+
+    @property
+    def prefetching(self) -> int:
+        """Blocks on their way that nobody waits for yet."""
+        return sum(not load.demand for load in self._loads.values())
+
+    def _serve(self, key: BlockKey, block: MemoryBlock, span: Span) -> memoryview:
+        was_unread = block.prefetched
+        self.memory.served(key, block, span.length_bytes)
+        if was_unread:
+            self.on_room()
+        return block.buffer.view[span.start_bytes : span.start_bytes + span.length_bytes]
+
+    async def _wait(self, file: FileFacts, key: ObjectKey, block: int) -> MemoryBlock:
+        load = self._loads.get((key, block)) or self._start(file, key, block, demand=True)
+        load.join()
+        try:
+            with trio.move_on_after(self._timeout_s):
+                await load.done.wait()
+        finally:
+            load.leave()
+            if load.block is not None:
+                load.block.buffer.release()  # the hold that _run_load took for this waiter
+        if load.block is not None:
+            return load.block
+        if load.error is not None:
+            raise load.error
+        raise SourceTimeout(
+            f"block {block} of {file.path!r} did not arrive in {self._timeout_s:g} s"
+            f" (source {self.source.statistics().state})"
+        )
+
+    def _start(self, file: FileFacts, key: ObjectKey, block: int, *, demand: bool) -> Load:
+        if self._nursery is None:
+            raise SourceUnavailable("the daemon is stopping")
+        load = Load(demand=demand)
+        load.ticket = self._slots_for(key, block).queue(demand=demand)
+        self._loads[(key, block)] = load
+        self._nursery.start_soon(self._run_load, file, key, block, load)
+        return load
+
+    def _slots_for(self, key: ObjectKey, block: int) -> Slots:
+        local = any(tier.resident(key, block) for tier in self.tiers)
+        return self._local_slots if local else self._source_slots
+
+    @asynccontextmanager
+    async def _slot(self, slots: Slots, load: Load) -> AsyncIterator[None]:
+        """A slot for the load: the one it was queued for when it started, or a new place in the queue."""
+        ticket, load.ticket = load.ticket, None
+        if ticket is not None and ticket.slots is not slots:
+            ticket.give_back()
+            ticket = None
+        if ticket is None:
+            ticket = slots.queue(demand=load.demand)
+        load.ticket = ticket
+        try:
+            await ticket.granted.wait()
+            yield
+        finally:
+            load.ticket = None
+            ticket.give_back()
+
+    async def _run_load(self, file: FileFacts, key: ObjectKey, block: int, load: Load) -> None:
+        try:
+            block_in_memory = await self._from_tiers(file, key, block, load)
+            if block_in_memory is None:
+                block_in_memory = await self._from_source(file, key, block, load)
+            load.block = block_in_memory
+        except TierfsError as error:
+            load.error = error
+            if load.waiters:
+                self.statistics.failed_loads += 1
+                log.warning("block-failed path=%r block=%d error=%s: %s", file.path, block, type(error).__name__, error)
+        finally:
+            del self._loads[(key, block)]
+            if load.block is not None:
+                # Each waiter gets a hold of its own: between here and the moment it runs, other tasks may look for
+                # buffers to reclaim.
+                for _ in range(load.waiters):
+                    load.block.buffer.hold()
+            load.done.set()
+        self.on_room()
+
+    async def _from_tiers(self, file: FileFacts, key: ObjectKey, block: int, load: Load) -> MemoryBlock | None:
+        holders = [tier for tier in self.tiers if tier.resident(key, block)]
+        if not holders:
+            return None
+        length = block_length(file.size_bytes, self.block_bytes, block)
+        async with self._slot(self._local_slots, load):
+            buffer = await self.pool.acquire(timeout_s=self._timeout_s)
+            try:
+                for tier in holders:
+                    with self._tier_busy:
+                        found = await tier.read_block(key, block, buffer.view[:length])
+                    if found:
+                        self.statistics.tier_bytes += length
+                        digest = tier.digest(key, block) or digest_block(buffer.view[:length])
+                        return self._keep(file, key, block, load, buffer, length, digest)
+            except BaseException:
+                buffer.release()
+                raise
+            buffer.release()
+        return None
+
+    async def _from_source(self, file: FileFacts, key: ObjectKey, block: int, load: Load) -> MemoryBlock:
+        span = whole_block(file.size_bytes, self.block_bytes, block)
+        backoff_s = _BACKOFF_FIRST_S
+        corrupt = 0
+        while True:
+            try:
+                async with self._slot(self._source_slots, load):
+                    buffer = await self.pool.acquire(timeout_s=self._timeout_s)
+                    try:
+                        view = buffer.view[: span.length_bytes]
+                        with self._source_busy:
+                            claimed = await self.source.read_into(file.version, span, view)
+                        digest = digest_block(view)
+                        if digest == claimed:
+                            self.statistics.source_blocks += 1
+                            self.statistics.source_bytes += span.length_bytes
+                            return self._keep(file, key, block, load, buffer, span.length_bytes, digest)
+                    except BaseException:
+                        buffer.release()
+                        raise
+                    buffer.release()
+                corrupt += 1
+                self.statistics.corrupt_blocks += 1
+                log.warning(
+                    "corrupt-block path=%r block=%d tier=cold peer=%s try=%d",
+                    file.path,
+                    block,
+                    self.source.statistics().url,
+                    corrupt,
+                )
+                if corrupt >= _CORRUPT_TRIES:
+                    raise CorruptBlock(
+                        f"block {block} of {file.path!r}: the source sent {corrupt} times bytes that do not match"
+                        " their digest; check the storage and the network of the source"
+                    )
+            except (SourceUnavailable, NoBuffer) as error:
+                if not load.waiters:
+                    raise
+                self.statistics.source_retries += 1
+                log.debug("source-retry path=%r block=%d error=%s", file.path, block, error)
+            await trio.sleep(backoff_s)
+            backoff_s = min(backoff_s * 2, _BACKOFF_LIMIT_S)
+
+    def _keep(
+        self, file: FileFacts, key: ObjectKey, block: int, load: Load, buffer: Buffer, length: int, digest: bytes
+    ) -> MemoryBlock:
+        """Verified bytes: into memory, and offered to each tier that lacks them. No checkpoint in here."""
+        kept = MemoryBlock(buffer, length, digest, prefetched=not load.demand)  # type: ignore[arg-type]
+        # The content id may have been learnt since the load began.
+        key = self.key(file.version)
+        if (key, block) in self.memory:
+            self.memory.drop((key, block))
+        self.memory.add((key, block), kept)
+        for tier in self.tiers:
+            if self._admits(tier, key):
+                self.offer(file, block, kept, tier)
+        self.pool.notify()
+        return kept
+
+    def offer(self, file: FileFacts, block: int, kept: MemoryBlock, tier: LocalTier) -> Offer:
+        """Offer a block in memory to one tier; never waits. The tier copies from the buffer under a lease."""
+        facts = self.facts(file)
+        if tier.resident(facts.key, block):
+            return Offer.RESIDENT
+        lease = BlockLease(kept.buffer, kept.length_bytes)
+        answer = tier.offer(facts, block, kept.digest, lease)
+        if answer is not Offer.ACCEPTED:
+            lease.release()
+        return answer
+
+
+def blocks_of(file: FileFacts, block_bytes: int) -> range:
+    """The numbers of a file's blocks."""
+    return range(math.ceil(file.size_bytes / block_bytes))

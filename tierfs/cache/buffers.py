@@ -1,0 +1,123 @@
+"""The one bounded pool of block buffers of a daemon.
+
+Every byte that passes through Python's memory lands here: fetches, loads from warm, blocks waiting to be written. The
+pool is one memfd mapping cut into slots of one block, so that slots are page aligned (O_DIRECT) and another process
+or a NIC can be given the same memory. Pages that no block ever used cost nothing.
+
+A slot is free, or it is held by a Buffer. A Buffer counts its holders (the memory block, leases of writers); the
+last one to release it frees the slot.
+"""
+
+import mmap
+import os
+from collections.abc import Callable
+
+import trio
+
+from tierfs.blocks.errors import NoBuffer
+
+
+class Buffer:
+    """One slot of the pool in use. Starts with one holder."""
+
+    __slots__ = ("_holders", "_pool", "index", "view")
+
+    def __init__(self, pool: "BufferPool", index: int, view: memoryview) -> None:
+        self._pool = pool
+        self._holders = 1
+        self.index = index
+        self.view = view
+
+    @property
+    def holders(self) -> int:
+        """How many release() calls are outstanding."""
+        return self._holders
+
+    def hold(self) -> None:
+        """One more holder."""
+        assert self._holders > 0, "a free slot was taken without the pool"
+        self._holders += 1
+
+    def release(self) -> None:
+        """One holder fewer; the last one frees the slot."""
+        assert self._holders > 0, "a buffer was released twice"
+        self._holders -= 1
+        if self._holders == 0:
+            self._pool._freed(self.index)
+        elif self._holders == 1:
+            self._pool.notify()  # the memory block may be its only holder now, and so reclaimable
+
+
+class BlockLease:
+    """A writer's hold on the bytes of one block; implements ``tiers.interface.Lease``."""
+
+    __slots__ = ("_buffer", "view")
+
+    def __init__(self, buffer: Buffer, length_bytes: int) -> None:
+        buffer.hold()
+        self._buffer = buffer
+        self.view = buffer.view[:length_bytes]
+
+    def release(self) -> None:
+        """Give the hold back."""
+        self._buffer.release()
+
+
+class BufferPool:
+    """``limit_bytes`` of memory as slots of ``block_bytes``. ``reclaim`` frees a slot nobody needs, if there is one."""
+
+    def __init__(self, *, limit_bytes: int, block_bytes: int) -> None:
+        self.slots = max(limit_bytes // block_bytes, 4)
+        self.block_bytes = block_bytes
+        self.reclaim: Callable[[], bool] = lambda: False
+        descriptor = os.memfd_create("tierfs-pool", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, self.slots * block_bytes)
+            self._memory = mmap.mmap(descriptor, self.slots * block_bytes, mmap.MAP_SHARED)
+        finally:
+            os.close(descriptor)
+        self._view = memoryview(self._memory)
+        # Slots used last are used first again: their pages are there already, and a small load stays small.
+        self._free = list(range(self.slots - 1, -1, -1))
+        self._touched = 0
+        self._waiters: trio.lowlevel.ParkingLot = trio.lowlevel.ParkingLot()
+
+    @property
+    def used_slots(self) -> int:
+        """Slots held by somebody."""
+        return self.slots - len(self._free)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of memory the pool has taken from the system so far (at most its limit)."""
+        return self._touched * self.block_bytes
+
+    def acquire_nowait(self) -> Buffer | None:
+        """A buffer, if one is free or can be freed at once."""
+        if not self._free and not self.reclaim():
+            return None
+        index = self._free.pop()
+        self._touched = max(self._touched, index + 1)
+        start = index * self.block_bytes
+        return Buffer(self, index, self._view[start : start + self.block_bytes])
+
+    async def acquire(self, *, timeout_s: float) -> Buffer:
+        """A buffer, waiting for one. Raises NoBuffer at the deadline. Cancellation leaves nothing behind."""
+        buffer = self.acquire_nowait()
+        if buffer is not None:
+            return buffer
+        with trio.move_on_after(timeout_s):
+            while True:
+                await self._waiters.park()
+                buffer = self.acquire_nowait()
+                if buffer is not None:
+                    return buffer
+        raise NoBuffer(f"no buffer became free in {timeout_s:g} s: raise memory.limit")
+
+    def notify(self) -> None:
+        """Something became reclaimable: let one waiter look again."""
+        self._waiters.unpark()
+
+    def _freed(self, index: int) -> None:
+        self._free.append(index)
+        self._waiters.unpark()

@@ -1,0 +1,77 @@
+"""The mover: brings whole files into a local tier on request (`tierfs warm`), with progress.
+
+Unlike write-behind it waits when the tier's queue is full, since nobody reads meanwhile.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import trio
+
+from tierfs.blocks.errors import TierFailed, TierfsError
+from tierfs.blocks.spans import block_length
+from tierfs.cache.block_cache import BlockCache, FileFacts, blocks_of
+from tierfs.tiers.interface import LocalTier, Offer
+
+_AT_ONCE = 8  # blocks; enough to hide the source's latency, few enough to leave the pool to readers
+
+
+@dataclass
+class WarmProgress:
+    """How far a warm has come."""
+
+    total_bytes: int = 0
+    done_bytes: int = 0
+    bypassed_bytes: int = 0  # no room in the tier that may be taken
+    failed_bytes: int = 0
+    error: str = ""
+
+
+async def warm(cache: BlockCache, files: Sequence[FileFacts], tier: LocalTier, progress: WarmProgress) -> None:
+    """Bring these files into that tier, counting in ``progress`` as it goes; returns when all is durable.
+
+    Trouble with one block is counted and does not stop the others. Cancellation keeps what has been brought.
+    """
+    send, receive = trio.open_memory_channel[tuple[FileFacts, int]](0)
+
+    async def feed() -> None:
+        async with send:
+            for file in files:
+                for block in blocks_of(file, cache.block_bytes):
+                    await send.send((file, block))
+
+    async def work() -> None:
+        async for file, block in receive:
+            length = block_length(file.size_bytes, cache.block_bytes, block)
+            try:
+                kept = await _bring(cache, file, block, tier)
+            except TierfsError as error:
+                progress.failed_bytes += length
+                progress.error = progress.error or str(error)
+                continue
+            if kept:
+                progress.done_bytes += length
+            else:
+                progress.bypassed_bytes += length
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(feed)
+        for _ in range(_AT_ONCE):
+            nursery.start_soon(work)
+    await tier.flush()
+
+
+async def _bring(cache: BlockCache, file: FileFacts, block: int, tier: LocalTier) -> bool:
+    """Whether the block is in the tier, or on its way there, afterwards."""
+    while True:
+        if tier.resident(cache.key(file.version), block):
+            return True
+        kept = await cache.load(file, block)
+        answer = cache.offer(file, block, kept, tier)
+        if answer in (Offer.ACCEPTED, Offer.RESIDENT):
+            return True
+        if answer is Offer.BYPASSED:
+            return False
+        if answer is Offer.FAILED:
+            raise TierFailed(f"the tier is out of service: {tier.statistics().reason}")
+        await tier.flush()

@@ -1,0 +1,76 @@
+"""The prefetcher: takes planned blocks from file views and loads them as far as the budget allows.
+
+A file view puts plans in without waiting. Each file has a short queue; files take turns, so that one stream does not
+starve another. The budget is the pool's: blocks prefetched and not yet read, and those on their way, together never
+hold more than half of it. A full queue drops the plan's tail; readahead plans those blocks again when the reader gets
+near them.
+
+    file views ─ plan() ─►  per-file queues  ─ budget ─►  BlockCache.prefetch ─►  loads (after all demand)
+"""
+
+from collections import OrderedDict, deque
+
+import trio
+
+from tierfs.blocks.errors import SourceUnavailable
+from tierfs.cache.block_cache import BlockCache, FileFacts
+
+_QUEUED_BLOCKS_PER_FILE = 256
+_QUEUED_FILES = 1024
+
+
+class Prefetcher:
+    """One for the daemon."""
+
+    def __init__(self, cache: BlockCache) -> None:
+        self._cache = cache
+        self._queues: OrderedDict[FileFacts, deque[int]] = OrderedDict()
+        self._wake = trio.Event()
+        self.budget_blocks = max(1, cache.pool.slots // 2)
+        self.dropped_blocks = 0
+        cache.on_room = self._signal
+
+    def plan(self, file: FileFacts, blocks: range) -> int | None:
+        """Prefetch these blocks, in this order. Never waits; returns the first block for which there was no room."""
+        queue = self._queues.get(file)
+        if queue is None and len(self._queues) < _QUEUED_FILES:
+            queue = self._queues[file] = deque()
+        room = 0 if queue is None else _QUEUED_BLOCKS_PER_FILE - len(queue)
+        if queue is not None:
+            queue.extend(blocks[:room])
+            self._signal()
+        dropped = blocks[room:]
+        self.dropped_blocks += len(dropped)
+        return dropped[0] if dropped else None
+
+    def forget(self, file: FileFacts) -> None:
+        """The file's last view is closed: what is still queued for it is not wanted any more."""
+        self._queues.pop(file, None)
+
+    @property
+    def queued_blocks(self) -> int:
+        """Blocks planned and not started."""
+        return sum(len(queue) for queue in self._queues.values())
+
+    async def run(self, *, task_status: "trio.TaskStatus[None]" = trio.TASK_STATUS_IGNORED) -> None:
+        """Start planned loads while there is room."""
+        task_status.started()
+        while True:
+            self._wake = trio.Event()
+            try:
+                self._start_what_fits()
+            except SourceUnavailable:  # the cache is stopping
+                self._queues.clear()
+            await self._wake.wait()
+
+    def _start_what_fits(self) -> None:
+        room = self.budget_blocks - self._cache.memory.prefetched_unread - self._cache.prefetching
+        while room > 0 and self._queues:
+            file, queue = self._queues.popitem(last=False)
+            if queue:
+                room -= self._cache.prefetch(file, queue.popleft())
+            if queue:
+                self._queues[file] = queue
+
+    def _signal(self) -> None:
+        self._wake.set()

@@ -1,0 +1,1 @@
+"""The tree of an export at one generation: schema, scanning, digests remembered."""

@@ -1,0 +1,39 @@
+"""The `tierfs` command: puts the commands together."""
+
+import typer
+
+from tierfs import __version__
+from tierfs.cli import mount, serve, status, warm, where
+
+app = typer.Typer(
+    help="Model weights from the nearest tier.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("serve")(serve.serve)
+app.command("mount")(mount.mount)
+app.command("unmount")(mount.unmount)
+app.command("status")(status.status)
+app.command("warm")(warm.warm)
+app.command("where")(where.where)
+
+
+def _version(value: bool) -> None:
+    if value:
+        print(f"tierfs {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(version: bool = typer.Option(False, "--version", callback=_version, is_eager=True)) -> None:
+    pass
+
+
+def main() -> None:
+    """The console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

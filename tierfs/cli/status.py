@@ -1,0 +1,78 @@
+"""`tierfs status [MOUNTPOINT] [--json]`."""
+
+import json
+import os
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tierfs.blocks.units import format_bytes, format_duration
+from tierfs.cli.errors import one_line
+from tierfs.control import registry
+from tierfs.control.socket import ask
+
+
+def status(
+    mountpoint: Annotated[str | None, typer.Argument(help="All mounts of this user when left out.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the documented JSON instead.")] = False,
+) -> None:
+    """Tiers, what is resident, health. Never touches the mount and never waits for the source."""
+    with one_line():
+        if mountpoint is None:
+            _list(as_json)
+            return
+        answer = next(ask(registry.find(os.path.abspath(mountpoint)), "status"))
+        if as_json:
+            print(json.dumps(answer, indent=2))
+        else:
+            _print(answer)
+
+
+def _list(as_json: bool) -> None:
+    found = registry.records()
+    if as_json:
+        print(json.dumps([{"mountpoint": r.mountpoint, "pid": r.pid, "alive": r.alive} for r in found], indent=2))
+        return
+    if not found:
+        print("no tierfs mounts of this user")
+    for record in found:
+        state = f"pid {record.pid}" if record.alive else f"dead (pid {record.pid} is gone): mount again, or unmount"
+        print(f"{record.mountpoint}  {state}")
+
+
+def _print(answer: dict[str, Any]) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    source, memory, kernel = answer["source"], answer["memory"], answer["kernel"]
+    uptime = format_duration(answer["daemon"]["uptime_s"])
+    console.print(f"{answer['mountpoint']}  pid {answer['daemon']['pid']}, up {uptime}, mode {answer['mode']}")
+    reason = f" ({source['reason']})" if source["reason"] else ""
+    console.print(
+        f"source  {source['url']}  {source['state']}{reason}, {format_bytes(source['fetched_bytes'])} fetched,"
+        f" {source['corrupt_blocks']} corrupt, generation {answer['catalog']['generation']}"
+    )
+    for name, tier in answer["tiers"].items():
+        trouble = f"  {tier['state']}: {tier['reason']}" if tier["state"] != "ok" else ""
+        console.print(
+            f"{name:6}  {format_bytes(tier['used_bytes'])} of {format_bytes(tier['capacity_bytes'])} ({tier['kind']}),"
+            f" hits {tier['hit_blocks']}, evicted {tier['evicted_blocks']}, corrupt {tier['corrupt_blocks']},"
+            f" bypassed {tier['bypassed_blocks']}, skipped {tier['skipped_blocks']}{trouble}"
+        )
+    console.print(
+        f"memory  {format_bytes(memory['used_bytes'])} of {format_bytes(memory['limit_bytes'])};"
+        f" oldest request {answer['oldest_request_s']:.1f} s, open files {answer['open_files']}"
+    )
+    console.print(
+        f"kernel  read-ahead {format_bytes(kernel['read_ahead_bytes'])}, background {kernel['max_background']}"
+    )
+    for note in kernel["notes"]:
+        console.print(f"        {note}")
+    table = Table("model", "size", "resident", "load from here", box=None, pad_edge=False)
+    for model in answer["models"][:50]:
+        percent = 100 * model["resident_bytes"] / model["bytes"] if model["bytes"] else 100.0
+        eta = "?" if model["eta_s"] is None else f"{model['eta_s']:.1f} s"
+        table.add_row(model["path"], format_bytes(model["bytes"]), f"{percent:.0f} %", eta)
+    console.print(table)
+    if len(answer["models"]) > 50:
+        console.print(f"and {len(answer['models']) - 50} more; --json has all")

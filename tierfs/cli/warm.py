@@ -1,0 +1,54 @@
+"""`tierfs warm PATH... [--tier hot|warm] [--check]`."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+from tierfs.blocks.errors import ControlError
+from tierfs.blocks.units import format_bytes
+from tierfs.cli.errors import one_line
+from tierfs.cli.paths import in_one_mount
+from tierfs.control.socket import ask
+
+
+def warm(
+    paths: Annotated[list[str], typer.Argument(help="Files or directories in a mount.")],
+    tier: Annotated[str | None, typer.Option(help="hot or warm; the largest one configured when left out.")] = None,
+    check: Annotated[bool, typer.Option(help="Only say what is resident; status 0 when everything is.")] = False,
+) -> None:
+    """Bring models into a local tier before somebody needs them."""
+    with one_line():
+        record, relative = in_one_mount(paths)
+        if check:
+            _check(ask(record, "where", paths=relative), tier)
+            return
+        last: dict[str, Any] = {}
+        columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True)) as progress:
+            task = progress.add_task("warming", total=None)
+            for last in ask(record, "warm", paths=relative, tier=tier, timeout_s=120.0):
+                done = last["done_bytes"] + last["bypassed_bytes"] + last["failed_bytes"]
+                progress.update(task, total=last["total_bytes"], completed=done)
+        if last["failed_bytes"]:
+            raise ControlError(f"{format_bytes(last['failed_bytes'])} could not be brought: {last['error']}")
+        if last["bypassed_bytes"]:
+            raise ControlError(
+                f"{format_bytes(last['bypassed_bytes'])} do not fit into the tier beside what may not be evicted;"
+                " raise its capacity or evict something"
+            )
+        print(f"{format_bytes(last['total_bytes'])} resident")
+
+
+def _check(answers: Iterator[dict[str, Any]], tier: str | None) -> None:
+    complete = True
+    for answer in answers:
+        if tier is not None and tier not in answer["tiers"]:
+            raise ControlError(f"there is no {tier} tier in this mount's configuration")
+        resident = answer["resident_bytes"] if tier is None else answer["tiers"][tier]
+        complete = complete and resident == answer["bytes"]
+        print(f"{answer['path']}: {format_bytes(resident)} of {format_bytes(answer['bytes'])} resident")
+    if not complete:
+        raise SystemExit(1)

@@ -1,0 +1,1 @@
+"""The TOML schema and its loading."""

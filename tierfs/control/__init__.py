@@ -1,0 +1,1 @@
+"""The Unix-socket interface of the daemon, and its client."""

@@ -1,0 +1,220 @@
+"""What a daemon answers on its control socket: status, where, warm, check, stop.
+
+None of it waits for the source or touches the mount, so it works when everything else hangs. The keys are an
+interface (docs/STATUS.md).
+"""
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import trio
+
+from tierfs import __version__
+from tierfs.blocks.errors import ControlError
+from tierfs.cache import mover
+from tierfs.cache.block_cache import BlockCache, FileFacts, blocks_of
+from tierfs.cache.prefetcher import Prefetcher
+from tierfs.control.socket import Handler, Reply, Send
+from tierfs.fs.filesystem import Filesystem
+from tierfs.fs.tree import Tree
+from tierfs.fuse.kernel import KernelLimits
+from tierfs.fuse.operations import RequestStatistics
+from tierfs.tiers.interface import LocalTier
+
+_FILES_PER_SLICE = 500  # files looked at between two checkpoints of a long report
+_PROGRESS_S = 0.3
+
+
+@dataclass
+class Daemon:
+    """The parts a command may look at."""
+
+    mountpoint: str
+    started: float
+    mode_reason: str
+    memory_limit_bytes: int
+    filesystem: Filesystem
+    prefetcher: Prefetcher
+    requests: RequestStatistics
+    kernel: KernelLimits
+    stop: Callable[[], None]
+
+    @property
+    def cache(self) -> BlockCache:
+        """The block cache."""
+        return self.filesystem.cache
+
+
+def handlers(daemon: Daemon) -> Mapping[str, Handler]:
+    """Command name to handler."""
+
+    async def stop(request: Mapping[str, Any], send: Send) -> None:
+        await send({"stopping": True})
+        daemon.stop()
+
+    async def status_(request: Mapping[str, Any], send: Send) -> None:
+        await send(await status(daemon))
+
+    async def where_(request: Mapping[str, Any], send: Send) -> None:
+        for path in _paths(request):
+            await send(await where(daemon, path))
+
+    async def warm_(request: Mapping[str, Any], send: Send) -> None:
+        tier = _tier(daemon, request.get("tier"))
+        files = [file for path in _paths(request) for file in daemon.filesystem.files_below(path)]
+        progress = mover.WarmProgress(total_bytes=sum(file.size_bytes for file in files))
+
+        async def report() -> None:
+            while True:
+                await send(asdict(progress))
+                await trio.sleep(_PROGRESS_S)
+
+        # A client that goes away ends report(), and with it the work.
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(report)
+            await mover.warm(daemon.cache, files, tier, progress)
+            nursery.cancel_scope.cancel()
+        await send(asdict(progress))
+
+    return {"status": status_, "where": where_, "warm": warm_, "stop": stop}
+
+
+async def status(daemon: Daemon) -> Reply:
+    """Everything `tierfs status --json` prints."""
+    cache = daemon.cache
+    source = cache.source.statistics()
+    tree = daemon.filesystem.tree
+    return {
+        "version": __version__,
+        "mountpoint": daemon.mountpoint,
+        "daemon": {"pid": os.getpid(), "uptime_s": time.time() - daemon.started},
+        "mode": "direct",
+        "mode_reason": daemon.mode_reason,
+        "source": {
+            **asdict(source),
+            "state_age_s": max(0.0, time.time() - source.since_s) if source.since_s else 0.0,
+            "retries": cache.statistics.source_retries,
+            "corrupt_blocks": cache.statistics.corrupt_blocks,
+            "bytes_per_s": cache.source_rate,
+        },
+        "catalog": {
+            "export": tree.catalog.export,
+            "generation": tree.catalog.generation,
+            "entries": len(tree.catalog.entries),
+            "bytes": tree.total_bytes,
+            "block_bytes": tree.catalog.block_bytes,
+        },
+        "tiers": {tier.name: asdict(tier.statistics()) for tier in cache.tiers},
+        "memory": {
+            "limit_bytes": daemon.memory_limit_bytes,
+            "used_bytes": cache.pool.used_bytes,
+            "blocks": len(cache.memory),
+            "hit_blocks": cache.statistics.memory_hit_blocks,
+            "unread_blocks": cache.memory.prefetched_unread,
+            "dropped_unread_blocks": cache.memory.dropped_unread,
+        },
+        "kernel": asdict(daemon.kernel),
+        "requests": {
+            "reads": daemon.requests.reads,
+            "read_bytes": daemon.requests.read_bytes,
+            "failed": daemon.requests.failed,
+            "running": len(daemon.requests.running),
+        },
+        "oldest_request_s": daemon.requests.oldest_s(),
+        "open_files": daemon.filesystem.open_files,
+        "loading_blocks": cache.loading,
+        "queued_prefetch_blocks": daemon.prefetcher.queued_blocks,
+        "dropped_prefetch_blocks": daemon.prefetcher.dropped_blocks,
+        "models": await _models(daemon, tree),
+    }
+
+
+async def where(daemon: Daemon, path: bytes) -> Reply:
+    """Bytes per tier of what lies at or below a path, and how long a load from here would take."""
+    files = daemon.filesystem.files_below(path)
+    counts = await _count(daemon, files)
+    total = sum(file.size_bytes for file in files)
+    return {
+        "path": os.fsdecode(path),
+        "files": len(files),
+        "bytes": total,
+        "tiers": {tier.name: counts[tier.name] for tier in daemon.cache.tiers},
+        "resident_bytes": counts["resident"],
+        "missing_bytes": total - counts["resident"],
+        "eta_s": _eta_s(daemon, total, counts["resident"]),
+    }
+
+
+async def _models(daemon: Daemon, tree: Tree) -> list[Reply]:
+    by_model: dict[bytes, list[FileFacts]] = {}
+    for position, node in enumerate(tree.files_below(tree.at(0))):
+        facts = tree.facts(node)
+        by_model.setdefault(facts.model, []).append(facts)
+        if position % _FILES_PER_SLICE == 0:
+            await trio.lowlevel.checkpoint()
+    models = []
+    for model, files in by_model.items():
+        total = sum(file.size_bytes for file in files)
+        resident = (await _count(daemon, files))["resident"]
+        models.append(
+            {
+                "path": os.fsdecode(model),
+                "bytes": total,
+                "resident_bytes": resident,
+                "eta_s": _eta_s(daemon, total, resident),
+            }
+        )
+    return models
+
+
+async def _count(daemon: Daemon, files: Sequence[FileFacts]) -> dict[str, int]:
+    """Resident bytes by tier name, and under "resident" those in any tier."""
+    cache = daemon.cache
+    counts = {tier.name: 0 for tier in cache.tiers}
+    counts["resident"] = 0
+    for position, file in enumerate(files):
+        if position % _FILES_PER_SLICE == _FILES_PER_SLICE - 1:
+            await trio.lowlevel.checkpoint()
+        key = cache.key(file.version)
+        in_tiers = [tier.resident_bytes(key) for tier in cache.tiers]
+        for tier, resident in zip(cache.tiers, in_tiers, strict=True):
+            counts[tier.name] += resident
+        held = [resident for resident in in_tiers if resident]
+        if len(held) <= 1 or max(held) >= file.size_bytes:
+            counts["resident"] += max(held, default=0)
+        else:
+            counts["resident"] += sum(
+                min(cache.block_bytes, file.size_bytes - block * cache.block_bytes)
+                for block in blocks_of(file, cache.block_bytes)
+                if any(tier.resident(key, block) for tier in cache.tiers)
+            )
+    return counts
+
+
+def _eta_s(daemon: Daemon, total_bytes: int, resident_bytes: int) -> float | None:
+    """Expected seconds to load from here, by the rates measured so far; None while the source's is not known."""
+    cache = daemon.cache
+    missing = total_bytes - resident_bytes
+    if missing and not cache.source_rate:
+        return None
+    seconds = missing / cache.source_rate if missing else 0.0
+    return seconds + (resident_bytes / cache.tier_rate if cache.tier_rate else 0.0)
+
+
+def _tier(daemon: Daemon, name: object) -> LocalTier:
+    for tier in reversed(daemon.cache.tiers):
+        if name is None or tier.name == name:
+            return tier
+    raise ControlError(
+        f"there is no {name} tier in this mount's configuration" if name else "this mount has no local tier to warm"
+    )
+
+
+def _paths(request: Mapping[str, Any]) -> list[bytes]:
+    paths = request.get("paths")
+    if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
+        raise ControlError("the request has no list of paths")
+    return [os.fsencode(path) for path in paths]

@@ -1,0 +1,1 @@
+"""Pure knowledge of file formats and layouts: which shard follows which."""

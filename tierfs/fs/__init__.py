@@ -1,0 +1,1 @@
+"""The tree and the open files, with no FUSE in them."""

@@ -1,0 +1,81 @@
+"""An open file: one version, however many handles and maps the kernel has on it.
+
+Turns a byte range into spans for the block cache, and tells readahead what was asked. All handles of a version share
+one view, since ranks share descriptors and the kernel's requests do not say whose they are.
+"""
+
+from collections.abc import Callable
+
+from tierfs.blocks.spans import spans
+from tierfs.cache.block_cache import BlockCache, FileFacts
+from tierfs.cache.prefetcher import Prefetcher
+from tierfs.catalog.schema import Entry
+from tierfs.policy.readahead import Readahead
+
+
+class FileView:
+    """See the head of this file. ``following`` names the shard that comes after this file, if there is one."""
+
+    def __init__(
+        self,
+        facts: FileFacts,
+        entry: Entry,
+        *,
+        links: int,
+        cache: BlockCache,
+        prefetcher: Prefetcher,
+        readahead: Readahead,
+        following: Callable[[], FileFacts | None],
+    ) -> None:
+        self.facts = facts
+        self.entry = entry
+        self.links = links
+        self.opens = 0
+        self._cache = cache
+        self._prefetcher = prefetcher
+        self._readahead = readahead
+        self._following = following
+        self._followed_blocks = 0
+
+    async def read(self, offset_bytes: int, length_bytes: int) -> memoryview | bytes | bytearray:
+        """Exactly the bytes asked for, clamped at the end of the file: never short, never padded.
+
+        The result is valid until the next checkpoint. Raises what BlockCache.read raises; cancellation leaves loads
+        running for others.
+        """
+        facts = self.facts
+        length_bytes = min(length_bytes, facts.size_bytes - offset_bytes)
+        if length_bytes <= 0:
+            return b""
+        plan = self._readahead.observe(offset_bytes, length_bytes)
+        if plan.blocks:
+            dropped = self._prefetcher.plan(facts, plan.blocks)
+            if dropped is not None:
+                self._readahead.replan(dropped)
+        if plan.next_file_bytes:
+            self._go_on(plan.next_file_bytes)
+        parts = list(spans(offset_bytes, length_bytes, self._cache.block_bytes))
+        if len(parts) == 1:
+            return await self._cache.read(facts, parts[0], sequential=plan.sequential)
+        # A request that crosses a block border. The parts are copied: they lie in different buffers, and each is
+        # valid only until the next checkpoint.
+        for part in parts[1:]:
+            self._cache.prefetch(facts, part.block)
+        result = bytearray(length_bytes)
+        filled = 0
+        for part in parts:
+            data = await self._cache.read(facts, part, sequential=plan.sequential)
+            result[filled : filled + part.length_bytes] = data
+            filled += part.length_bytes
+        assert filled == length_bytes
+        return result
+
+    def _go_on(self, window_bytes: int) -> None:
+        following = self._following()
+        if following is None:
+            return
+        block_bytes = self._cache.block_bytes
+        wanted = min(-(-window_bytes // block_bytes), -(-following.size_bytes // block_bytes))
+        if wanted > self._followed_blocks:
+            self._prefetcher.plan(following, range(self._followed_blocks, wanted))
+            self._followed_blocks = wanted

@@ -1,0 +1,196 @@
+"""The file system without FUSE: names, attributes, open files, over the newest catalog.
+
+Called by fuse/operations (by inode number) and by the control interface (by path). An open file keeps the version it
+opened; a new open of a superseded version is answered StaleVersion, which makes the kernel look the path up again.
+Directory handles keep the tree they were opened on, so that a listing stays stable while generations change.
+"""
+
+import logging
+from collections.abc import Iterator
+
+from tierfs.blocks.errors import NotFound, StaleVersion
+from tierfs.blocks.ids import ObjectKey, VersionId
+from tierfs.cache.block_cache import BlockCache, FileFacts
+from tierfs.cache.prefetcher import Prefetcher
+from tierfs.catalog.schema import Kind
+from tierfs.formats.shards import following_shard
+from tierfs.fs.file_view import FileView
+from tierfs.fs.inodes import Inodes
+from tierfs.fs.tree import Node, Tree
+from tierfs.policy.readahead import Readahead, ReadaheadConfig
+
+log = logging.getLogger(__name__)
+
+
+class Filesystem:
+    """All state of the mount but the cache's."""
+
+    def __init__(
+        self,
+        tree: Tree,
+        *,
+        inodes: Inodes,
+        cache: BlockCache,
+        prefetcher: Prefetcher,
+        readahead: ReadaheadConfig,
+    ) -> None:
+        self.tree = tree
+        self.inodes = inodes
+        self.cache = cache
+        self._prefetcher = prefetcher
+        self._readahead = readahead
+        self._views: dict[int, FileView] = {}  # by inode number
+        self._directories: dict[int, tuple[Tree, int]] = {}  # by handle: the tree and the directory's inode number
+        self._next_directory = 1
+        # Version -> a symlink that leads to it (hub cache: the snapshot's name of a blob); built on first use.
+        self._linked_names: dict[bytes, Node] | None = None
+
+    def replace(self, tree: Tree) -> None:
+        """A new generation; what is open stays as it is."""
+        log.info("generation number=%d entries=%d", tree.catalog.generation, len(tree.catalog.entries))
+        self.tree = tree
+        self._linked_names = None
+
+    # -- names and attributes, by inode number ------------------------------------------------------------------
+
+    def lookup(self, directory: int, name: bytes) -> Node:
+        """The node of that name. Raises NotFound."""
+        if name == b".":
+            return self.node(directory)
+        if name == b"..":
+            return self.tree.parent(self.node(directory))
+        node = self.tree.child(directory, name)
+        if node is None:
+            raise NotFound(f"no such name {name!r} in this generation")
+        return node
+
+    def node(self, inode: int) -> Node:
+        """The node with that number in the newest generation. Raises StaleVersion."""
+        node = self.tree.node(inode)
+        if node is None:
+            raise StaleVersion(f"inode {inode} is not in generation {self.tree.catalog.generation}")
+        return node
+
+    def attributes(self, inode: int) -> tuple[Node, int]:
+        """A node and its link count; an open file answers from its view when the tree has moved on."""
+        node = self.tree.node(inode)
+        if node is not None:
+            return node, self.tree.links(node)
+        view = self._views.get(inode)
+        if view is not None:
+            return Node(inode, -1, view.entry), 0
+        raise StaleVersion(f"inode {inode} is not in generation {self.tree.catalog.generation}")
+
+    # -- open files and directories --------------------------------------------------------------------------------
+
+    def open(self, inode: int) -> FileView:
+        """Open a version for reading. Raises StaleVersion when it is not the newest one at its path."""
+        node = self.node(inode)
+        view = self._views.get(inode)
+        if view is None:
+            facts = self.tree.facts(node)
+            tree = self.tree
+            view = FileView(
+                facts,
+                node.entry,
+                links=self.tree.links(node),
+                cache=self.cache,
+                prefetcher=self._prefetcher,
+                readahead=Readahead(self._readahead, size_bytes=facts.size_bytes, block_bytes=self.cache.block_bytes),
+                following=lambda: self._following(tree, node),
+            )
+            self._views[inode] = view
+            for tier in self.cache.tiers:
+                tier.touch(ObjectKey(facts.version))
+                tier.pin(ObjectKey(facts.version))
+        view.opens += 1
+        return view
+
+    def view(self, inode: int) -> FileView:
+        """The view of an open file."""
+        return self._views[inode]
+
+    def close(self, inode: int) -> None:
+        """One handle fewer; the last one lets the view go."""
+        view = self._views[inode]
+        view.opens -= 1
+        if view.opens == 0:
+            del self._views[inode]
+            self._prefetcher.forget(view.facts)
+            for tier in self.cache.tiers:
+                tier.unpin(ObjectKey(view.facts.version))
+
+    def open_versions(self) -> set[VersionId]:
+        """The versions that are open."""
+        return {view.facts.version for view in self._views.values()}
+
+    @property
+    def open_files(self) -> int:
+        """How many versions are open."""
+        return len(self._views)
+
+    def open_directory(self, inode: int) -> int:
+        """A handle for a stable listing."""
+        node = self.node(inode)
+        assert node.entry.kind is Kind.DIRECTORY
+        handle = self._next_directory
+        self._next_directory += 1
+        self._directories[handle] = (self.tree, inode)
+        return handle
+
+    def entries(self, handle: int, start: int) -> Iterator[tuple[Node, int]]:
+        """Nodes from a position on, each with its link count."""
+        tree, inode = self._directories[handle]
+        for node in tree.children(inode, start):
+            yield node, tree.links(node)
+
+    def close_directory(self, handle: int) -> None:
+        """The listing is over."""
+        del self._directories[handle]
+
+    # -- by path, for the control interface ------------------------------------------------------------------------
+
+    def resolve(self, path: bytes) -> Node:
+        """The node at a path relative to the mountpoint. Raises NotFound."""
+        node = self.tree.resolve(path)
+        if node is None:
+            raise NotFound(f"no such path: {path.decode('utf-8', 'backslashreplace')}")
+        return node
+
+    def files_below(self, path: bytes) -> list[FileFacts]:
+        """All files at or below a path, each version once. Raises NotFound."""
+        return [self.tree.facts(node) for node in self.tree.files_below(self.resolve(path))]
+
+    # -- which file a loader opens next --------------------------------------------------------------------------
+
+    def _following(self, tree: Tree, node: Node) -> FileFacts | None:
+        name_node = node
+        name = following_shard(node.entry.name, tree.siblings(node).keys())
+        if name is None:
+            # A blob of a hub cache: its own name says nothing, the symlink's name in the snapshot does.
+            link = self._links(tree).get(node.entry.version)
+            if link is None:
+                return None
+            name_node = link
+            name = following_shard(link.entry.name, tree.siblings(link).keys())
+        if name is None:
+            return None
+        found = tree.at(tree.siblings(name_node)[name])
+        if found.entry.kind is Kind.SYMLINK:
+            target = tree.resolve(tree.path(found))
+            if target is None:
+                return None
+            found = target
+        return tree.facts(found) if found.entry.kind is Kind.FILE else None
+
+    def _links(self, tree: Tree) -> dict[bytes, Node]:
+        if tree is not self.tree:
+            return {}
+        if self._linked_names is None:
+            self._linked_names = {}
+            for index, entry in enumerate(tree.catalog.entries):
+                if entry.kind is Kind.SYMLINK:
+                    target = tree.resolve(tree.path(tree.at(index)))
+                    if target is not None and target.entry.kind is Kind.FILE:
+                        self._linked_names[target.entry.version] = tree.at(index)
+        return self._linked_names

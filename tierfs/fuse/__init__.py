@@ -1,0 +1,1 @@
+"""The only importer of pyfuse3."""

@@ -1,0 +1,92 @@
+"""Kernel limits of a mount that pyfuse3 cannot set at mount time: read-ahead and the queue of background requests.
+
+Written after the mount through sysfs (root only) and read back, so that `status` says what is really in force.
+Sources: Documentation/filesystems/fuse, Documentation/ABI/testing/sysfs-class-bdi.
+"""
+
+import logging
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tierfs.blocks.errors import MountFailed
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class MountEntry:
+    """One line of /proc/self/mountinfo."""
+
+    device: str  # MAJOR:MINOR
+    mountpoint: str
+    file_system: str
+    source: str
+
+
+@dataclass
+class KernelLimits:
+    """What is in force, in the words of `status`."""
+
+    read_ahead_bytes: int = 0
+    max_background: int = 0
+    congestion_threshold: int = 0
+    passthrough: bool = False  # direct mode has none
+    notes: list[str] = field(default_factory=list)  # what was not applied, why, and what to do
+
+
+def mounts() -> list[MountEntry]:
+    """All mounts this process sees, in mount order. Reads the kernel's table, never a mount."""
+    entries = []
+    for line in Path("/proc/self/mountinfo").read_bytes().splitlines():
+        fields = line.split(b" ")
+        after = fields[fields.index(b"-") + 1 :]
+        mountpoint = re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8)]), fields[4])
+        device, file_system = fields[2].decode(), after[0].decode()
+        entries.append(MountEntry(device, os.fsdecode(mountpoint), file_system, os.fsdecode(after[1])))
+    return entries
+
+
+def mount_at(mountpoint: str) -> MountEntry | None:
+    """The topmost mount exactly at this path."""
+    found = [entry for entry in mounts() if entry.mountpoint == mountpoint]
+    return found[-1] if found else None
+
+
+def apply_limits(mountpoint: str, *, read_ahead_bytes: int, max_background: int) -> KernelLimits:
+    """Set the limits of the mount at that path, and return what is in force afterwards. Never touches the mount."""
+    entry = mount_at(mountpoint)
+    if entry is None:
+        raise MountFailed(f"nothing is mounted at {mountpoint}")
+    limits = KernelLimits()
+    bdi = Path("/sys/class/bdi") / entry.device / "read_ahead_kb"
+    connection = Path("/sys/fs/fuse/connections") / entry.device.split(":")[1]
+    congestion = max_background * 3 // 4  # the kernel's own default relation
+    _set(bdi, read_ahead_bytes // 1024, limits)
+    _set(connection / "max_background", max_background, limits)
+    _set(connection / "congestion_threshold", congestion, limits)
+    limits.read_ahead_bytes = _get(bdi) * 1024
+    limits.max_background = _get(connection / "max_background")
+    limits.congestion_threshold = _get(connection / "congestion_threshold")
+    return limits
+
+
+def _set(path: Path, value: int, limits: KernelLimits) -> None:
+    try:
+        path.write_text(str(value))
+    except FileNotFoundError:
+        limits.notes.append(f"{path} does not exist: mount -t fusectl fusectl /sys/fs/fuse/connections")
+        return
+    except OSError as error:
+        limits.notes.append(f"{path} not set to {value} ({os.strerror(error.errno or 0)}): needs root")
+        return
+    if _get(path) != value:
+        limits.notes.append(f"{path} is {_get(path)}, not {value}: the kernel limits it")
+
+
+def _get(path: Path) -> int:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return 0

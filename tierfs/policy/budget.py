@@ -1,0 +1,79 @@
+"""The one prefetch budget of the daemon: how many blocks prefetch may take now, so that demand never waits for it.
+
+The prefetcher asks before it starts a block. Pure arithmetic over counts the cache has at hand; nothing is remembered.
+
+      0                                                             pool_blocks
+      ├── demand ──┼── prefetched, unread or on its way ──┼── free ──┼─ reserve ─┤
+                   └───────────── at most share × pool ──────────────┘
+
+What must hold: prefetch never takes the last ``reserve`` blocks that demand left, never more than its share of the
+pool, and no stream takes more than its part of that while others are active. The pool may be all demand's; prefetch
+then gets nothing, and `excess_blocks` says how much it should give back.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetConfig:
+    """Prefetch may hold at most ``share_percent`` of the pool; ``reserve_percent`` of it stays free for demand."""
+
+    share_percent: int = 75
+    reserve_percent: int = 12
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.share_percent <= 100
+        assert 0 <= self.reserve_percent <= 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """The pool as it is now. ``unread_blocks`` counts prefetched blocks nobody read yet and those on their way."""
+
+    pool_blocks: int
+    demand_blocks: int
+    unread_blocks: int
+    streams_active: int
+
+    def __post_init__(self) -> None:
+        assert min(self.pool_blocks, self.demand_blocks, self.unread_blocks, self.streams_active) >= 0
+
+
+def _room(config: BudgetConfig, usage: Usage) -> int:
+    """What prefetch may hold in all, beside this demand."""
+    share = usage.pool_blocks * config.share_percent // 100
+    # Rounded up: even a pool of a few blocks keeps one for demand.
+    reserve = -(-usage.pool_blocks * config.reserve_percent // 100)
+    return max(0, min(share, usage.pool_blocks - usage.demand_blocks - reserve))
+
+
+def prefetch_blocks(config: BudgetConfig, usage: Usage) -> int:
+    """How many more blocks prefetch may take now, for all streams together; 0 when there is no room."""
+    return max(0, _room(config, usage) - usage.unread_blocks)
+
+
+def stream_blocks(config: BudgetConfig, usage: Usage, *, held_blocks: int) -> int:
+    """How many more blocks one stream may take that holds ``held_blocks`` of the unread ones.
+
+    Every active stream has an equal part of the room, at least one block as long as there is any; a stream alone has it
+    all. A part that others do not use yet stays theirs: a stream that starts finds room at once.
+    """
+    room = _room(config, usage)
+    part = max(1, room // max(1, usage.streams_active))
+    return max(0, min(part - held_blocks, room - usage.unread_blocks))
+
+
+def excess_blocks(config: BudgetConfig, usage: Usage) -> int:
+    """How many prefetched, unread blocks are to be dropped first because demand needs the room; 0 when all may stay."""
+    return max(0, usage.unread_blocks - _room(config, usage))
+
+
+def prefetch_fetches(*, slots: int, demand_fetches: int, prefetch_fetches: int) -> int:
+    """How many prefetches may start now at a source that carries ``slots`` fetches at once.
+
+    One slot stays free for the next miss, and demand under way takes its slots away from prefetch. A source with a
+    single slot prefetches while no demand is under way.
+    """
+    assert slots >= 1 and demand_fetches >= 0 and prefetch_fetches >= 0
+    kept = 1 if slots > 1 else 0
+    return max(0, slots - kept - demand_fetches - prefetch_fetches)

@@ -1,0 +1,1 @@
+"""Exports a source over a transport."""

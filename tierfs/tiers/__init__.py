@@ -1,0 +1,1 @@
+"""Where blocks live: local tiers (hot, warm) and sources (a directory, a remote export)."""

@@ -1,0 +1,282 @@
+"""One directory of a local tier on one device: its objects, its residency, its write queue and its health.
+
+Called by local.py on the trio thread. The blocking half (``open``, ``remove`` …) runs in threads, one call at a time
+under ``lock``, and touches the store and the database only, never the index.
+
+    ok ──write error, full──► degraded (reads go on, writes pause) ──probe succeeds──► ok
+     └──directory gone──────► lost (nothing of it is read)        ──opens again─────► ok, its objects are loaded
+"""
+
+import collections
+import errno
+import logging
+import sqlite3
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import trio
+
+from tierfs.blocks.errors import TierFailed
+from tierfs.blocks.ids import BlockDigest, ObjectKey
+from tierfs.tiers.index import Entry
+from tierfs.tiers.interface import Lease
+from tierfs.tiers.objects import ObjectStore, OpenObject, allocated_bytes, is_object
+from tierfs.tiers.residency import Residency, Stored, StoredObject, boot_id
+
+_log = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
+
+READ_THREADS = 8  # an NVMe device wants several requests at once; more than this only queue in the kernel
+WRITE_THREADS = 4
+_SPEED_SHARE = 0.2  # of a new measurement in the moving average
+_PROBE_MAX_S = 60.0
+# These say that the directory or its device is not there any more, rather than that one request failed.
+GONE = frozenset((errno.ENOENT, errno.ENODEV, errno.ENXIO, errno.ESTALE, errno.ENOTDIR))
+
+
+@dataclass(eq=False)
+class Write:
+    """One accepted block on its way to the device."""
+
+    entry: Entry
+    block: int
+    digest: BlockDigest
+    lease: Lease | None
+    length_bytes: int
+    cost_bytes: int  # what it will take on the device
+    settled: bool = False  # resident or dropped; the lease and the reservation are given back
+
+
+@dataclass
+class Loaded:
+    """What a device held when it was opened: objects that are really there, each with its allocated bytes."""
+
+    stored: Stored = field(default_factory=Stored)
+    objects: list[tuple[StoredObject, int]] = field(default_factory=list)
+
+
+class Device:
+    """See the head of the file. ``state`` is ok, degraded or lost."""
+
+    def __init__(self, root: Path, *, mapped: bool, probe_s: float) -> None:
+        self.root = root
+        self.store = ObjectStore(root, mapped=mapped)
+        self.state = "lost"
+        self.reason = "not opened yet"
+        self.queue: collections.deque[Write] = collections.deque()
+        self.work = trio.Event()
+        self.attention = trio.Event()  # look at it now: something that should be there was not
+        self.nowait = True  # whether the file system knows RWF_NOWAIT
+        self.lock = trio.Lock()
+        self.readers = trio.CapacityLimiter(READ_THREADS)
+        self.writers = trio.CapacityLimiter(WRITE_THREADS)
+        self.free_bytes = 0
+        self.written_bytes_per_s = 0.0
+        self.credit = 0.0  # see choose
+        # Saved late, in one transaction for many: see local.py.
+        self.verified: list[tuple[ObjectKey, int]] = []
+        self.keys: list[tuple[ObjectKey, ObjectKey, ObjectKey]] = []
+        self._mapped = mapped
+        self._residency: Residency | None = None
+        self._housekeeping = trio.CapacityLimiter(1)
+        self._probe_s = probe_s
+        self._backoff_s = probe_s
+        self._device_number: int | None = None
+        self._short_bytes = 0  # what must be free before writes are tried again
+
+    @property
+    def writable(self) -> bool:
+        """Whether blocks may be offered to it."""
+        return self.state == "ok"
+
+    @property
+    def readable(self) -> bool:
+        """Whether its objects can be read."""
+        return self.state != "lost"
+
+    @property
+    def persistent(self) -> bool:
+        """Whether the next run finds what this one stored."""
+        return self._residency is not None
+
+    async def blocking(self, call: Callable[..., _Result], *args: object) -> _Result:
+        """Run a blocking call of this device's housekeeping in a thread of its own. Cancellation waits for it."""
+        return await trio.to_thread.run_sync(call, *args, limiter=self._housekeeping)
+
+    # -- the blocking half: in a thread
+
+    def open(self) -> Loaded:
+        """Open the directory and its residency, and make the two agree. Raises TierFailed, OSError, sqlite3.Error."""
+        self._check_same_device()
+        store = ObjectStore(self.root, mapped=self._mapped)
+        store.open()
+        residency = None
+        try:
+            loaded = Loaded()
+            if not (self._mapped and store.medium == "tmpfs"):
+                residency = Residency(self.root / "residency.db", boot=boot_id())
+                loaded.stored = residency.open()
+            self._reconcile(store, residency, loaded)
+            free_bytes = store.free_bytes()
+        except BaseException:
+            if residency is not None:
+                residency.close(clean=False)
+            store.close()
+            raise
+        self.store, self._residency, self.free_bytes = store, residency, free_bytes
+        self._device_number = store.device_number()
+        return loaded
+
+    def _check_same_device(self) -> None:
+        """A directory that comes back on another device is an unmounted mount point: leave it alone."""
+        if self._device_number is None:
+            return
+        place = self.root
+        while not place.exists():
+            place = place.parent
+        if place.stat().st_dev != self._device_number:
+            raise TierFailed(f"tier directory {self.root} is on another device than before: mount its device again")
+
+    def _reconcile(self, store: ObjectStore, residency: Residency | None, loaded: Loaded) -> None:
+        known = {stored.name: stored for stored in loaded.stored.objects if stored.sound()}
+        swept = 0
+        for name, status in list(store.scan()):
+            stored = known.get(ObjectKey(name))
+            if stored is not None and is_object(status, stored.size_bytes):
+                loaded.objects.append((stored, allocated_bytes(status)))
+                del known[stored.name]
+            elif stored is None:
+                store.unlink(name)
+                swept += 1
+        sound = {stored.name for stored, _ in loaded.objects}
+        gone = [stored.name for stored in loaded.stored.objects if stored.name not in sound]
+        if gone and residency is not None:
+            residency.remove_objects(gone)
+        for name in gone:  # of a wrong length, or something that is no file
+            store.unlink(name)
+        if swept or gone:
+            _log.warning("tier reconciled path=%s removed_objects=%d dropped_rows=%d", self.root, swept, len(gone))
+
+    def commit(self, objects: Sequence[StoredObject]) -> None:
+        """Make durable blocks resident for the next run."""
+        if self._residency is not None:
+            self._residency.commit(objects)
+
+    def remove(self, names: Sequence[ObjectKey]) -> None:
+        """Residency first, then the files."""
+        if self._residency is not None:
+            self._residency.remove_objects(names)
+        for name in names:
+            self.store.unlink(name)
+
+    def remove_blocks(self, dropped: dict[ObjectKey, list[int]]) -> None:
+        """Durably forget some blocks."""
+        if self._residency is not None:
+            for name, blocks in dropped.items():
+                self._residency.remove_blocks(name, blocks)
+
+    def residency(self) -> Residency | None:
+        """The database, None where nothing is persisted."""
+        return self._residency
+
+    def probe(self) -> None:
+        """Raise OSError or TierFailed unless the directory is there and takes writes."""
+        if not self.store.present():
+            raise FileNotFoundError(errno.ENOENT, "the tier directory went away", str(self.root))
+        self.store.check_writable()
+        self.free_bytes = self.store.free_bytes()
+        if self.free_bytes < self._short_bytes:
+            raise OSError(errno.ENOSPC, "no space left on the device", str(self.root))
+
+    def look(self) -> bool:
+        """Refresh the free space; False when the directory is gone."""
+        if not self.store.present():
+            return False
+        self.free_bytes = self.store.free_bytes()
+        return True
+
+    def close(self, clean: bool) -> None:
+        """Close the database (with the clean-stop mark) and the directory."""
+        residency, self._residency = self._residency, None
+        try:
+            if residency is not None:
+                residency.close(clean=clean)
+        finally:
+            self.store.close()
+
+    # -- health: on the trio thread
+
+    def fault(self, error: Exception, *, lost: bool = False, short_bytes: int = 0) -> None:
+        """Writes pause (and reads too when it is lost) until a probe succeeds.
+
+        ``short_bytes`` is what a write had no room for.
+        """
+        self._short_bytes = max(self._short_bytes, short_bytes)
+        if isinstance(error, OSError) and error.errno in GONE:
+            self.attention.set()
+        state = "lost" if lost else "degraded"
+        if (self.state, state) in (("ok", "degraded"), ("ok", "lost"), ("degraded", "lost")):
+            self.reason = describe(error)
+            self.state = state
+            _log.error("tier device out of service path=%s state=%s reason=%r", self.root, state, self.reason)
+
+    def recovered(self) -> None:
+        """A probe succeeded. The back-off is kept until a real write has succeeded too."""
+        if self.state != "ok":
+            _log.warning("tier device in service path=%s was=%r", self.root, self.reason)
+        self.state, self.reason = "ok", ""
+
+    def wrote(self, length_bytes: int, elapsed_s: float) -> None:
+        """A batch became durable: feeds the speed, ends the back-off."""
+        self._backoff_s, self._short_bytes = self._probe_s, 0
+        if length_bytes >= 1 << 20 and elapsed_s > 0:
+            speed = length_bytes / elapsed_s
+            old = self.written_bytes_per_s
+            self.written_bytes_per_s = speed if old == 0 else old + _SPEED_SHARE * (speed - old)
+
+    def next_probe_s(self) -> float:
+        """How long to wait before the next probe; doubles each time while the device stays out of service."""
+        if self.state == "ok":
+            return self._probe_s
+        wait_s = self._backoff_s
+        self._backoff_s = min(_PROBE_MAX_S, self._backoff_s * 2)
+        return wait_s
+
+
+def choose(devices: Sequence[Device], needed_bytes: int) -> Device | None:
+    """The device for a new object: in turn, in proportion to free space times measured speed (smooth round robin)."""
+    usable = [device for device in devices if device.writable]
+    # An object larger than what is free is started all the same where there is nothing better: most of it may fit.
+    usable = [device for device in usable if device.free_bytes >= needed_bytes] or usable
+    if not usable:
+        return None
+    known = [device.written_bytes_per_s for device in usable if device.written_bytes_per_s > 0]
+    usual = sum(known) / len(known) if known else 1.0
+    weights = [max(1.0, device.free_bytes * (device.written_bytes_per_s or usual)) for device in usable]
+    total = sum(weights)
+    for device, weight in zip(usable, weights, strict=True):
+        device.credit += weight / total
+    chosen = max(usable, key=lambda device: device.credit)
+    chosen.credit -= 1.0
+    return chosen
+
+
+def describe(error: Exception) -> str:
+    """The reason for a person."""
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return "no space left on the device"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if isinstance(error, sqlite3.Error):
+        return f"residency: {error}"
+    if isinstance(error, TierFailed):
+        return str(error)
+    return repr(error)
+
+
+def close_all(files: Sequence[OpenObject]) -> None:
+    """Close descriptors in a thread: the last one of an unlinked object frees its space, which takes its time."""
+    for opened in files:
+        opened.close()

@@ -1,0 +1,185 @@
+"""The two kinds of places blocks come from, and what they share.
+
+A *source* is what the cold tier reads from: a remote export or a directory. A *local tier* (hot, warm) holds objects.
+The block cache is their only caller on the daemon; the server is the other caller of a directory source.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+import trio
+
+from tierfs.blocks.ids import BlockDigest, ObjectKey, VersionId
+from tierfs.blocks.spans import Span
+from tierfs.catalog.schema import Publication
+
+
+@dataclass
+class SourceStatistics:
+    """What a source tells `status`. ``state`` is one word: connecting, connected, down, closed."""
+
+    url: str
+    state: str = "connecting"
+    reason: str = ""  # why it is not connected, for a person
+    since_s: float = 0.0  # time.time() of the last change of state
+    transport: str = ""  # tcp, rdma, file
+    connections: int = 0
+    fetched_bytes: int = 0
+    fetched_blocks: int = 0
+    failed_requests: int = 0
+    digested_bytes: int = 0
+    digest_total_bytes: int = 0
+
+
+class Source(Protocol):
+    """What the cold tier reads from."""
+
+    def statistics(self) -> SourceStatistics:
+        """Counters and state; never waits."""
+
+    async def run(self, *, task_status: "trio.TaskStatus[None]" = trio.TASK_STATUS_IGNORED) -> None:
+        """Everything that lives as long as the source (connections, scanning). Cancel to close.
+
+        Calls ``task_status.started()`` at once, not when the source is reached.
+        """
+
+    async def publication(self) -> Publication:
+        """The newest publication; waits for the first one. The caller sets the deadline."""
+
+    async def wait_changed(self, revision: int) -> Publication:
+        """Wait until the publication has another revision than this one, and return it. Cancellation leaves nothing."""
+
+    async def read_into(self, version: VersionId, span: Span, buffer: memoryview) -> BlockDigest:
+        """Fill ``buffer`` (exactly ``span.length_bytes`` long) with that span, and return the digest the source claims.
+
+        The block cache asks for whole blocks and compares the digest. Raises StaleVersion, NotFound, SourceUnavailable
+        (try again), SourceRefused. After cancellation or an error no thread writes to the buffer any more: a
+        connection whose answer was under way is drained elsewhere or closed.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectFacts:
+    """What a local tier must know of the content it stores. ``model`` names the unit of placement (a path, bytes)."""
+
+    key: ObjectKey
+    size_bytes: int
+    block_bytes: int
+    path: bytes  # one path it has, for people
+    model: bytes
+    model_bytes: int = 0  # size of the whole model, 0 when not known
+
+
+class Lease(Protocol):
+    """A right to use one buffer until released. Release exactly once, on the trio thread."""
+
+    @property
+    def view(self) -> memoryview:
+        """The bytes; page aligned, so that O_DIRECT may use them. Exactly as long as the block."""
+
+    def release(self) -> None:
+        """Give the buffer back; the view must not be touched afterwards."""
+
+
+class Offer(Enum):
+    """What a tier did with a block it was offered."""
+
+    ACCEPTED = "accepted"  # the tier owns the lease now and releases it when the bytes are written or dropped
+    RESIDENT = "resident"  # had it already
+    BYPASSED = "bypassed"  # placement: no room that may be taken
+    FULL = "full"  # the write queue is full: the medium cannot keep up
+    FAILED = "failed"  # the medium is out of service
+
+
+@dataclass
+class TierStatistics:
+    """What a local tier tells `status`; units in the names."""
+
+    name: str
+    capacity_bytes: int
+    used_bytes: int = 0
+    hit_blocks: int = 0
+    written_blocks: int = 0
+    written_bytes: int = 0
+    evicted_blocks: int = 0
+    corrupt_blocks: int = 0
+    bypassed_blocks: int = 0
+    skipped_blocks: int = 0  # write queue full
+    failed_reads: int = 0
+    failed_writes: int = 0
+    queued_bytes: int = 0
+    objects: int = 0
+    state: str = "ok"  # ok, degraded, failed
+    reason: str = ""
+    kind: str = ""  # what the medium is: directory, tmpfs, dax
+    devices: list[dict[str, object]] = field(default_factory=list)
+
+
+class LocalTier(Protocol):
+    """Hot or warm: objects of a bounded total size. The index lives on the trio thread; threads get fds and buffers."""
+
+    @property
+    def name(self) -> str:
+        """hot or warm."""
+
+    @property
+    def mapped(self) -> bool:
+        """Whether read_nowait answers from mapped memory, so that loading a block into a buffer first gains nothing."""
+
+    def statistics(self) -> TierStatistics:
+        """Counters and state; never waits."""
+
+    async def run(self, *, task_status: "trio.TaskStatus[None]" = trio.TASK_STATUS_IGNORED) -> None:
+        """Open the directories, load residency, run writers and the reclaimer. Started when reads may begin.
+
+        On cancellation accepted blocks are dropped or finished within a bounded time, leases are released, and the
+        clean-stop mark is written.
+        """
+
+    def resident(self, key: ObjectKey, block: int) -> bool:
+        """Whether that block can be read from here. Never waits."""
+
+    def resident_bytes(self, key: ObjectKey) -> int:
+        """How many bytes of that content are here. Never waits."""
+
+    def read_nowait(self, key: ObjectKey, span: Span) -> memoryview | None:
+        """The span if it can be had without waiting (page cache, or mapped memory) from a block already verified.
+
+        None: not here, not verified, or would wait. A view of a mapping is for an immediate reply only and must not be
+        read by Python code.
+        """
+
+    async def read_span(self, key: ObjectKey, span: Span) -> bytes | bytearray | memoryview | None:
+        """The span read in a thread, from a block already verified; None: not here or not verified."""
+
+    async def read_block(self, key: ObjectKey, block: int, buffer: memoryview) -> bool:
+        """Fill ``buffer`` (exactly the block's length) and check it against its digest; False: not here (any more).
+
+        A block that does not match, or cannot be read, is dropped from the tier, counted, and answered False.
+        Cancellation: waits for the thread that fills the buffer (bounded by the medium), then raises.
+        """
+
+    def digest(self, key: ObjectKey, block: int) -> BlockDigest | None:
+        """The digest of a resident block, or None."""
+
+    def offer(self, facts: ObjectFacts, block: int, digest: BlockDigest, lease: Lease) -> Offer:
+        """Offer a verified block for write-behind; never waits. Only ACCEPTED takes the lease over."""
+
+    def alias(self, version: ObjectKey, content: ObjectKey) -> None:
+        """The content id of a version became known: from now on both keys mean the same object."""
+
+    def touch(self, key: ObjectKey) -> None:
+        """A file view of that content was opened (feeds placement)."""
+
+    def pin(self, key: ObjectKey) -> None:
+        """A file view is open: do not evict this object. Counted; see unpin."""
+
+    def unpin(self, key: ObjectKey) -> None:
+        """The counterpart of pin."""
+
+    async def evict(self, key: ObjectKey) -> int:
+        """Remove the whole object; the bytes freed."""
+
+    async def flush(self) -> None:
+        """Wait until everything accepted so far is durable and resident, or dropped."""

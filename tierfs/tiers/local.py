@@ -1,0 +1,536 @@
+"""The local tiers: hot on a tmpfs or DAX directory, warm on one or several directories. Called by the block cache.
+
+    offer ─► placement (policy) ─► filling.py ─► resident          reads: reading.py
+                 └ victims ─► leaving ─► residency, unlink, close ─► space freed
+    one task per device watches its health; one reclaims and saves; two write per device
+
+All state belongs to the trio thread. What must hold: capacity is never exceeded by what is allocated and queued; an
+object somebody has pinned is not evicted; removing goes residency first, then the file; a read that races an eviction
+ends on the old file.
+"""
+
+import logging
+import math
+import sqlite3
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import trio
+
+from tierfs.blocks.errors import TierFailed
+from tierfs.blocks.ids import BlockDigest, ObjectKey
+from tierfs.blocks.spans import Span
+from tierfs.policy.eviction import Candidate, HeatTable, choose_victims
+from tierfs.policy.watermarks import Watermarks
+from tierfs.tiers.descriptors import Descriptors
+from tierfs.tiers.device import Device, Loaded, Write, choose, close_all, describe
+from tierfs.tiers.filling import Filler, Space
+from tierfs.tiers.index import Entry, Index
+from tierfs.tiers.interface import Lease, ObjectFacts, Offer, TierStatistics
+from tierfs.tiers.objects import PAGE_BYTES, OpenObject
+from tierfs.tiers.reading import Reader
+
+_log = logging.getLogger(__name__)
+
+_OPEN_OBJECTS = 256
+_TICK_S = 1.0  # the reclaimer looks by itself this often
+_SAVE_S = 5.0
+_STOP_S = 4.0  # for everything that is saved at the end
+_EVICT_S = 30.0
+_REFUSED_S = 1.0  # how long "no room for this model" is remembered; looking costs a pass over all objects
+_MODELS_KNOWN = 65536  # keys whose model is remembered, so that opens of what is not here are counted
+_AUTOMATIC_PART = 0.9  # of what the file systems have, where no capacity is configured
+
+
+class DirectoryTier:
+    """LocalTier over directories; see the head of the file.
+
+    ``paths``: one per device, each owned by this daemon while ``run`` is running. ``capacity_bytes`` None: 90 % of what
+    their file systems have free or used by us. ``write_queue_bytes`` bounds what is accepted and not written yet.
+    ``mapped``: read through mappings (tmpfs, DAX); on a tmpfs nothing is persisted. ``clock`` gives seconds for heat;
+    it must go on across restarts. ``probe_s``: how often a device is looked at; doubled while it stays out of service.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        paths: Sequence[Path],
+        *,
+        capacity_bytes: int | None,
+        high_watermark: float = 0.95,
+        low_watermark: float = 0.90,
+        write_queue_bytes: int = 256 << 20,
+        mapped: bool,
+        clock: Callable[[], float] = time.time,
+        probe_s: float = 2.0,
+        open_objects: int = _OPEN_OBJECTS,
+    ) -> None:
+        assert paths
+        self._capacity_bytes = capacity_bytes
+        self._watermarks = Watermarks(capacity_bytes or 0, high_watermark, low_watermark)
+        self._write_queue_bytes = write_queue_bytes
+        self._clock = clock
+        self._statistics = TierStatistics(name, capacity_bytes or 0)
+        self._devices = [Device(Path(path), mapped=mapped, probe_s=probe_s) for path in paths]
+        self._index = Index()
+        self._space = Space()
+        self._heats = HeatTable()
+        self._pins: dict[ObjectKey, int] = {}
+        self._models: OrderedDict[ObjectKey, bytes] = OrderedDict()
+        self._early_touches: OrderedDict[ObjectKey, float] = OrderedDict()
+        self._refused: dict[bytes, float] = {}
+        self._leaving: dict[tuple[Device, ObjectKey], Entry] = {}
+        self._dying: dict[OpenObject, Entry | None] = {}  # unlinked, but somebody still reads
+        self._closable: list[OpenObject] = []
+        self._removed: dict[Entry, trio.Event] = {}
+        self._attention = trio.Event()
+        self._running = False
+        self._descriptors = Descriptors(open_objects, on_idle=self._idle)
+        self._reader = Reader(
+            descriptors=self._descriptors, statistics=self._statistics, mapped=mapped, remove=self._remove
+        )
+        self._filler = Filler(
+            descriptors=self._descriptors, space=self._space, statistics=self._statistics, mapped=mapped,
+            on_settled=self._settled,
+        )  # fmt: skip
+
+    def statistics(self) -> TierStatistics:
+        """Counters and state. ``hit_blocks`` counts whole blocks, and spans that begin a block."""
+        out = [device for device in self._devices if not device.writable]
+        lost = all(not device.readable for device in self._devices)
+        devices: list[dict[str, object]] = [
+            {
+                "path": str(device.root),
+                "state": device.state,
+                "reason": device.reason,
+                "medium": device.store.medium,
+                "direct": device.store.direct,
+                "free_bytes": device.free_bytes,
+                "used_bytes": sum(entry.allocated_bytes for entry in self._index if entry.device is device),
+                "written_bytes_per_s": int(device.written_bytes_per_s),
+            }
+            for device in self._devices
+        ]
+        return replace(
+            self._statistics,
+            used_bytes=self._space.used_bytes,
+            objects=len(self._index),
+            state="failed" if lost or not self._running else "degraded" if out else "ok",
+            reason="; ".join(f"{device.root}: {device.reason}" for device in out),
+            kind=self._devices[0].store.medium,
+            devices=devices,
+        )
+
+    async def run(self, *, task_status: "trio.TaskStatus[None]" = trio.TASK_STATUS_IGNORED) -> None:
+        """See LocalTier.run. Raises TierFailed when a directory belongs to another process or a newer version, or when
+        none of the directories can be used; a single one that fails is left out and tried again."""
+        try:
+            await self._open()
+            async with trio.open_nursery() as nursery:
+                self._running = True
+                for device in self._devices:
+                    nursery.start_soon(self._filler.run, device)
+                    nursery.start_soon(self._filler.run, device)
+                    nursery.start_soon(self._watch, device)
+                nursery.start_soon(self._reclaim)
+                task_status.started()
+        finally:
+            self._running = False
+            with trio.CancelScope(shield=True):
+                await self._stop()
+
+    def resident(self, key: ObjectKey, block: int) -> bool:
+        """See LocalTier."""
+        entry = self._index.get(key)
+        return self._running and entry is not None and entry.has(block)
+
+    def resident_bytes(self, key: ObjectKey) -> int:
+        """See LocalTier."""
+        entry = self._index.get(key)
+        return entry.resident_bytes if self._running and entry is not None else 0
+
+    def digest(self, key: ObjectKey, block: int) -> BlockDigest | None:
+        """See LocalTier."""
+        entry = self._index.get(key)
+        return entry.digest(block) if entry is not None and entry.has(block) else None
+
+    def read_nowait(self, key: ObjectKey, span: Span) -> memoryview | None:
+        """See LocalTier. The view of a warm tier stays good for as long as it is referenced."""
+        entry = self._index.get(key)
+        return self._reader.span_nowait(entry, span) if self._running and entry is not None else None
+
+    async def read_span(self, key: ObjectKey, span: Span) -> bytes | bytearray | memoryview | None:
+        """See LocalTier."""
+        entry = self._index.get(key)
+        return await self._reader.span(entry, span) if self._running and entry is not None else None
+
+    async def read_block(self, key: ObjectKey, block: int, buffer: memoryview) -> bool:
+        """See LocalTier."""
+        entry = self._index.get(key)
+        return await self._reader.block(entry, block, buffer) if self._running and entry is not None else False
+
+    def offer(self, facts: ObjectFacts, block: int, digest: BlockDigest, lease: Lease) -> Offer:
+        """See LocalTier."""
+        statistics = self._statistics
+        if not self._running:
+            return Offer.FAILED
+        key = self._index.canonical(facts.key)
+        self._learn_model(key, facts.model)
+        entry = self._index.get(key)
+        if entry is not None:
+            if (entry.size_bytes, entry.block_bytes) != (facts.size_bytes, facts.block_bytes):
+                if key not in self._pins:  # blocks of another size than the export has by now are of no use
+                    self._remove(entry)
+                return self._bypassed()
+            if entry.has(block) or block in entry.pending:
+                return Offer.RESIDENT
+        device = entry.device if entry is not None else choose(self._devices, facts.size_bytes)
+        if device is None or not device.writable:
+            statistics.failed_writes += 1
+            return Offer.FAILED
+        length_bytes = len(lease.view)
+        if statistics.queued_bytes and statistics.queued_bytes + length_bytes > self._write_queue_bytes:
+            statistics.skipped_blocks += 1
+            return Offer.FULL
+        cost_bytes = -(-length_bytes // PAGE_BYTES) * PAGE_BYTES
+        if (device, key) in self._leaving or not self._make_room(cost_bytes, facts.model):
+            return self._bypassed()
+        if entry is None:
+            entry = Entry(
+                name=key, key=key, size_bytes=facts.size_bytes, block_bytes=facts.block_bytes, path=facts.path,
+                model=facts.model, model_bytes=facts.model_bytes, device=device, last_use_s=self._clock(),
+            )  # fmt: skip
+            if facts.key != key:
+                entry.aliases.add(facts.key)
+            self._index.add(entry)
+        assert length_bytes == entry.length_bytes(block)
+        self._filler.enqueue(Write(entry, block, digest, lease, length_bytes, cost_bytes))
+        return Offer.ACCEPTED
+
+    def alias(self, version: ObjectKey, content: ObjectKey) -> None:
+        """See LocalTier. Of two objects the fuller one stays, pinned or not: both hold the same bytes."""
+        stays, loser = self._index.alias(version, content)
+        if version == content:
+            return
+        if version in self._pins:
+            self._pins[content] = self._pins.get(content, 0) + self._pins.pop(version)
+        for table in (self._models, self._early_touches):
+            if version in table:
+                table.setdefault(content, table.pop(version))  # type: ignore[attr-defined]  # two value types
+        if loser is not None:
+            self._remove(loser)
+        if stays is not None and stays.device.persistent:
+            stays.device.keys.append((stays.name, stays.key, version))
+
+    def touch(self, key: ObjectKey) -> None:
+        """See LocalTier. An open of content whose model is not known yet counts when its first block is offered."""
+        key = self._index.canonical(key)
+        entry = self._index.get(key)
+        model = entry.model if entry is not None else self._models.get(key)
+        now_s = self._clock()
+        if entry is not None:
+            entry.last_use_s = now_s
+        if model is None:
+            self._early_touches[key] = now_s
+            if len(self._early_touches) > _MODELS_KNOWN:
+                self._early_touches.popitem(last=False)
+        else:
+            self._heats.touch(model, key, now_s)
+            self._refused.clear()
+
+    def pin(self, key: ObjectKey) -> None:
+        """See LocalTier."""
+        key = self._index.canonical(key)
+        self._pins[key] = self._pins.get(key, 0) + 1
+
+    def unpin(self, key: ObjectKey) -> None:
+        """See LocalTier."""
+        key = self._index.canonical(key)
+        count = self._pins.pop(key, 0) - 1
+        assert count >= 0
+        if count:
+            self._pins[key] = count
+        self._refused.clear()
+
+    async def evict(self, key: ObjectKey) -> int:
+        """See LocalTier. 0 where nothing is here, or somebody has it pinned. Raises TierFailed when the device does not
+        let go of it in time. Cancellation: it goes all the same."""
+        entry = self._index.get(key)
+        if not self._running or entry is None or self._index.canonical(key) in self._pins:
+            return 0
+        freed_bytes = entry.allocated_bytes
+        gone = self._removed[entry] = trio.Event()
+        self._evict(entry)
+        with trio.move_on_after(_EVICT_S):
+            await gone.wait()
+            return freed_bytes
+        raise TierFailed(f"{entry.device.root} did not remove object {entry.name.hex()}: {entry.device.reason}")
+
+    async def flush(self) -> None:
+        """See LocalTier."""
+        await self._filler.flush()
+
+    # -- placement
+
+    def _bypassed(self) -> Offer:
+        self._statistics.bypassed_blocks += 1
+        return Offer.BYPASSED
+
+    def _learn_model(self, key: ObjectKey, model: bytes) -> None:
+        self._models[key] = model
+        self._models.move_to_end(key)
+        if len(self._models) > _MODELS_KNOWN:
+            self._models.popitem(last=False)
+        touched_s = self._early_touches.pop(key, None)
+        if touched_s is not None:
+            self._heats.touch(model, key, touched_s)
+            self._refused.clear()
+
+    def _make_room(self, cost_bytes: int, model: bytes) -> bool:
+        used_bytes = self._space.used_bytes - self._space.leaving_bytes
+        needed_bytes = self._watermarks.needed_bytes(used_bytes, cost_bytes)
+        if not needed_bytes:
+            return True
+        now_s = self._clock()
+        if abs(now_s - self._refused.get(model, -math.inf)) < _REFUSED_S:
+            return False
+        if self._evict_by_policy(needed_bytes, self._watermarks.wanted_bytes(used_bytes, cost_bytes), model):
+            return True
+        self._refused[model] = now_s
+        return False
+
+    def _evict_by_policy(self, needed_bytes: int, wanted_bytes: int, incoming: bytes | None) -> bool:
+        candidates = {
+            entry.key: entry
+            for entry in self._index
+            # Where the device takes no writes, the residency cannot be updated: nothing would be freed.
+            if entry.device.writable
+        }
+        victims = choose_victims(
+            (
+                Candidate(key, entry.model, entry.allocated_bytes, entry.last_use_s, key in self._pins)
+                for key, entry in candidates.items()
+            ),
+            self._heats,
+            needed_bytes=needed_bytes,
+            wanted_bytes=wanted_bytes,
+            now_s=self._clock(),
+            incoming=incoming,
+        )
+        for victim in victims:
+            self._evict(candidates[victim.key])
+        return bool(victims)
+
+    def _evict(self, entry: Entry) -> None:
+        self._statistics.evicted_blocks += entry.resident_blocks
+        self._remove(entry)
+
+    def _remove(self, entry: Entry) -> None:
+        """Take the object out of the index now; its row, file and space follow in the reclaimer."""
+        if entry.removing:
+            return
+        entry.removing = True
+        self._index.discard(entry)
+        self._leaving[entry.device, entry.name] = entry
+        self._space.leaving_bytes += entry.allocated_bytes
+        self._refused.clear()
+        self._attention.set()
+
+    def _settled(self, entries: Iterable[Entry]) -> None:
+        """A batch is over: an object that got no block after all goes, one that is leaving may go now."""
+        for entry in entries:
+            if not entry.resident_blocks and not entry.pending and entry.device.readable:
+                self._remove(entry)
+        if self._leaving or self._space.used_bytes > self._watermarks.high_bytes:
+            self._attention.set()
+
+    # -- removing and saving
+
+    async def _reclaim(self) -> None:
+        saved_s = trio.current_time()
+        while True:
+            with trio.move_on_after(_TICK_S):
+                await self._attention.wait()
+            self._attention = trio.Event()
+            used_bytes = self._space.used_bytes - self._space.leaving_bytes
+            if self._watermarks.needed_bytes(used_bytes):
+                self._evict_by_policy(0, self._watermarks.wanted_bytes(used_bytes), None)
+            for device in self._devices:
+                await self._finish_removals(device)
+            closable, self._closable = self._closable, []
+            if closable:
+                await trio.to_thread.run_sync(close_all, closable, limiter=self._devices[0].readers)
+                for opened in closable:
+                    self._gone(self._dying.pop(opened, None))
+            if trio.current_time() - saved_s >= _SAVE_S:
+                saved_s = trio.current_time()
+                self._heats.forget_cold(self._clock(), {entry.model for entry in self._index})
+                for device in self._devices:
+                    await self._save(device)
+
+    async def _finish_removals(self, device: Device) -> None:
+        # A batch that writes to the object may be about to create its file: wait for it, it wakes the reclaimer.
+        ready = [entry for entry in self._leaving.values() if entry.device is device and not entry.writing]
+        if not ready or not device.readable:
+            return
+        async with device.lock:
+            try:
+                await device.blocking(device.remove, [entry.name for entry in ready])
+            except (OSError, sqlite3.Error) as error:
+                device.fault(error)  # tried again at the next tick
+                return
+        for entry in ready:
+            if self._leaving.pop((device, entry.name), None) is entry:
+                opened = self._descriptors.retire(entry)
+                if opened is None:
+                    self._gone(entry)
+                else:
+                    self._dying[opened] = entry
+                    if not opened.users:
+                        self._idle(opened)
+
+    def _idle(self, opened: OpenObject) -> None:
+        self._closable.append(opened)
+        self._attention.set()
+
+    def _gone(self, entry: Entry | None) -> None:
+        if entry is not None:
+            self._space.give_up(entry)
+            gone = self._removed.pop(entry, None)
+            if gone is not None:
+                gone.set()
+
+    async def _save(self, device: Device) -> None:
+        async with device.lock:
+            residency = device.residency()
+            if residency is None or not device.writable:
+                return
+            verified, device.verified = device.verified, []
+            keys, device.keys = device.keys, []
+            used = [(entry.name, entry.last_use_s) for entry in self._index if entry.device is device]
+            models = self._heats.items()
+            try:
+                await device.blocking(lambda: residency.save(verified=verified, keys=keys, used=used, models=models))
+            except sqlite3.Error as error:
+                device.fault(error)
+
+    # -- devices: opening, health, closing
+
+    async def _open(self) -> None:
+        failures: dict[Device, Exception] = {}
+        refusals: list[TierFailed] = []
+
+        async def open_one(device: Device) -> None:
+            try:
+                self._adopt(device, await device.blocking(device.open))
+            except TierFailed as error:
+                refusals.append(error)
+            except (OSError, sqlite3.Error) as error:
+                failures[device] = error
+
+        async with trio.open_nursery() as nursery:
+            for device in self._devices:
+                nursery.start_soon(open_one, device)
+        if refusals:
+            raise refusals[0]
+        for device, error in failures.items():
+            device.state, device.reason = "lost", describe(error)
+            _log.error("tier device cannot be opened path=%s reason=%r", device.root, device.reason)
+        if len(failures) == len(self._devices):
+            device, error = next(iter(failures.items()))
+            name = self._statistics.name
+            raise TierFailed(f"{name} tier cannot use {device.root}: {describe(error)}") from error
+
+    def _adopt(self, device: Device, loaded: Loaded) -> None:
+        for model, heat in loaded.stored.models:
+            self._heats.restore(model, heat)
+        for stored, allocated in loaded.objects:
+            entry = Entry(
+                name=stored.name, key=stored.key, size_bytes=stored.size_bytes, block_bytes=stored.block_bytes,
+                path=stored.path, model=stored.model, model_bytes=stored.model_bytes, device=device,
+                last_use_s=stored.last_use_s,
+            )  # fmt: skip
+            entry.aliases.update(stored.aliases)
+            for block, digest in stored.blocks:
+                entry.fill(block, digest)
+            self._space.set_allocated(entry, allocated)
+            loser = self._index.add(entry)
+            if loser is not None:
+                self._remove(loser)
+        device.recovered()
+        if self._capacity_bytes is None:
+            room: dict[int, int] = {}
+            for one in self._devices:
+                if one.readable:
+                    room[one.store.device_number()] = one.free_bytes
+            capacity_bytes = int(_AUTOMATIC_PART * (sum(room.values()) + self._space.allocated_bytes))
+            self._watermarks = replace(self._watermarks, capacity_bytes=capacity_bytes)
+            self._statistics.capacity_bytes = capacity_bytes
+
+    async def _watch(self, device: Device) -> None:
+        while True:
+            with trio.move_on_after(device.next_probe_s()):
+                await device.attention.wait()
+            device.attention = trio.Event()
+            try:
+                if device.state == "degraded":
+                    await device.blocking(device.probe)
+                    device.recovered()
+                elif device.state == "ok" and not await device.blocking(device.look):
+                    raise FileNotFoundError(2, "the tier directory went away", str(device.root))
+            except FileNotFoundError as error:
+                self._lose(device, error)
+            except (OSError, TierFailed) as error:
+                device.fault(error)
+            if device.state == "lost":
+                await self._reopen(device)
+
+    def _lose(self, device: Device, error: Exception) -> None:
+        """The directory is gone: its objects, and nothing else, are misses."""
+        device.fault(error, lost=True)
+        self._statistics.failed_writes += self._filler.drop_queue(device)
+        for entry in [entry for entry in self._index if entry.device is device]:
+            self._remove(entry)
+        for entry in [entry for entry in self._leaving.values() if entry.device is device]:
+            del self._leaving[device, entry.name]
+            opened = self._descriptors.retire(entry)
+            self._gone(entry)
+            if opened is not None and not opened.users:
+                self._idle(opened)
+        device.verified.clear()
+        device.keys.clear()
+
+    async def _reopen(self, device: Device) -> None:
+        async with device.lock:
+            try:
+                await device.blocking(device.close, False)
+            except (OSError, sqlite3.Error) as error:
+                _log.warning("lost tier device not closed cleanly path=%s reason=%r", device.root, describe(error))
+            try:
+                loaded = await device.blocking(device.open)
+            except (OSError, sqlite3.Error, TierFailed) as error:
+                device.reason = describe(error)
+                return
+        self._adopt(device, loaded)
+
+    async def _stop(self) -> None:
+        async def close_one(device: Device) -> None:
+            self._filler.drop_queue(device)
+            await self._save(device)
+            clean = device.writable
+            try:
+                await trio.to_thread.run_sync(device.close, clean, limiter=device.writers, abandon_on_cancel=True)
+            except (OSError, sqlite3.Error) as error:
+                _log.error("tier device not closed cleanly path=%s reason=%r", device.root, describe(error))
+
+        with trio.move_on_after(_STOP_S) as scope:
+            async with trio.open_nursery() as nursery:
+                for device in self._devices:
+                    nursery.start_soon(close_one, device)
+        if scope.cancelled_caught:
+            _log.error("tier stopped without a clean mark tier=%s reason='its device did not answer'", self._statistics.name)
+        self._descriptors.close()
+        close_all([*self._closable, *(opened for opened in self._dying if not opened.users)])

@@ -1,0 +1,333 @@
+"""Objects on one device: a directory of sparse files, one per content, each of its full length.
+Called by the local tiers.
+
+    root/format        the version of this layout; a newer one is refused
+    root/lock          flocked by the daemon that owns the directory; holds its pid
+    root/objects/ab/abcd…   32 hex digits of the object's name
+
+Every function here blocks and is called in a thread, with descriptors and buffers only. What must hold: no symlink is
+followed below the root; nothing is written past the length of the file, so a tail is never padded; bytes that were
+written are durable only after ``sync_written``.
+"""
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import re
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tierfs.blocks.errors import TierFailed
+
+FORMAT = 1
+# O_DIRECT wants addresses, offsets and lengths in multiples of the logical block; a page is one on every device.
+PAGE_BYTES = 4096
+# From this many dirty objects on, one syncfs is cheaper than an fdatasync (a journal commit) for each.
+SYNCFS_FROM = 16
+_NAME = re.compile(r"[0-9a-f]{32}")
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(eq=False)
+class OpenObject:
+    """The descriptors of one object. ``users`` counts those who may use them now; see descriptors.py."""
+
+    fd: int
+    direct_fd: int | None
+    size_bytes: int
+    users: int = 0
+    retired: bool = False
+    mapping: memoryview | None = None
+
+    def map(self) -> memoryview:
+        """The whole object as a read-only view. Python code must not read it: a vanished page is SIGBUS."""
+        if self.mapping is None:
+            self.mapping = memoryview(mmap.mmap(self.fd, self.size_bytes, mmap.MAP_SHARED, mmap.PROT_READ))
+        return self.mapping
+
+    def close(self) -> None:
+        """Close the descriptors. A mapping goes with its last view."""
+        self.mapping = None
+        os.close(self.fd)
+        if self.direct_fd is not None:
+            os.close(self.direct_fd)
+
+
+class ObjectStore:
+    """The objects of one directory."""
+
+    def __init__(self, root: Path, *, mapped: bool = False) -> None:
+        self.root = root
+        self.direct = False
+        self.medium = "directory"
+        self._mapped = mapped
+        self._root_fd = -1
+        self._objects_fd = -1
+        self._lock_fd = -1
+
+    def open(self) -> None:
+        """Make the directories, take the lock, check the format, and find out what the file system can do.
+
+        Raises TierFailed when another process has the lock or the format is newer, OSError when the medium fails.
+        """
+        self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            self._root_fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
+            self._take_lock()
+            self._check_format()
+            with contextlib.suppress(FileExistsError):
+                os.mkdir("objects", 0o700, dir_fd=self._root_fd)
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+            self._objects_fd = os.open("objects", flags, dir_fd=self._root_fd)
+            self.medium = medium_of(self._root_fd)
+            self.direct = not self._mapped and self._can_direct()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Give up the lock and the directories."""
+        for name in ("_objects_fd", "_lock_fd", "_root_fd"):
+            fd = getattr(self, name)
+            if fd >= 0:
+                os.close(fd)
+                setattr(self, name, -1)
+
+    def present(self) -> bool:
+        """Whether the root's path still names the directory that was opened."""
+        try:
+            now, then = os.stat(self.root), os.fstat(self._root_fd)
+            os.stat("objects", dir_fd=self._root_fd, follow_symlinks=False)
+        except OSError:
+            return False
+        return (now.st_dev, now.st_ino) == (then.st_dev, then.st_ino)
+
+    def check_writable(self) -> None:
+        """Write a little file durably and remove it. Raises OSError."""
+        fd = os.open("probe", os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600, dir_fd=self._root_fd)
+        try:
+            write_all(fd, memoryview(bytes(64 << 10)), 0)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+            with contextlib.suppress(OSError):
+                os.unlink("probe", dir_fd=self._root_fd)
+
+    def device_number(self) -> int:
+        """The device of the directory, so that two paths on one file system are known as such."""
+        return os.fstat(self._root_fd).st_dev
+
+    def free_bytes(self) -> int:
+        """What the file system would give us now."""
+        space = os.fstatvfs(self._root_fd)
+        return space.f_bavail * space.f_frsize
+
+    def open_object(self, name: bytes, size_bytes: int, *, create: bool = False) -> OpenObject:
+        """Open an object, or make it as a hole of its full length. Raises OSError."""
+        folder, leaf = self._names(name)
+        if create:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(folder, 0o700, dir_fd=self._objects_fd)
+        folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=self._objects_fd)
+        try:
+            flags = os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
+            fd = os.open(leaf, flags, 0o600, dir_fd=folder_fd)
+            try:
+                if create and os.fstat(fd).st_size != size_bytes:
+                    os.ftruncate(fd, size_bytes)
+                direct_fd = None
+                if self.direct:
+                    direct_fd = os.open(leaf, os.O_RDWR | os.O_NOFOLLOW | os.O_DIRECT, dir_fd=folder_fd)
+            except BaseException:
+                os.close(fd)
+                raise
+            return OpenObject(fd, direct_fd, size_bytes)
+        finally:
+            os.close(folder_fd)
+
+    def unlink(self, name: bytes) -> None:
+        """Remove an object; one that is not there is no error. Raises OSError."""
+        folder, leaf = self._names(name)
+        with contextlib.suppress(FileNotFoundError):
+            folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=self._objects_fd)
+            try:
+                os.unlink(leaf, dir_fd=folder_fd)
+            finally:
+                os.close(folder_fd)
+
+    def scan(self) -> Iterator[tuple[bytes, os.stat_result]]:
+        """Every object on the device: its name and its lstat (a symlink shows as one). Raises OSError."""
+        for folder in sorted(os.listdir(self._objects_fd)):
+            if len(folder) != 2:
+                continue
+            try:
+                folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=self._objects_fd)
+            except NotADirectoryError:
+                continue
+            try:
+                for leaf in os.listdir(folder_fd):
+                    if _NAME.fullmatch(leaf) and leaf.startswith(folder):
+                        yield bytes.fromhex(leaf), os.stat(leaf, dir_fd=folder_fd, follow_symlinks=False)
+            finally:
+                os.close(folder_fd)
+
+    def sync_written(self, objects: Sequence[OpenObject]) -> None:
+        """Make durable what was written to these objects. Raises OSError."""
+        if self.medium == "tmpfs":
+            return
+        if len(objects) < SYNCFS_FROM:
+            for opened in objects:
+                os.fdatasync(opened.fd)
+        elif _libc.syncfs(self._root_fd) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), str(self.root))
+
+    @staticmethod
+    def _names(name: bytes) -> tuple[str, str]:
+        leaf = name.hex()
+        return leaf[:2], leaf
+
+    def _take_lock(self) -> None:
+        self._lock_fd = os.open("lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=self._root_fd)
+        try:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.pread(self._lock_fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            raise TierFailed(
+                f"tier directory {self.root} is in use by process {holder}: "
+                "stop that daemon, or give this one another directory"
+            ) from error
+        os.ftruncate(self._lock_fd, 0)
+        os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
+
+    def _check_format(self) -> None:
+        try:
+            fd = os.open("format", os.O_RDONLY | os.O_NOFOLLOW, dir_fd=self._root_fd)
+        except FileNotFoundError:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+            fd = os.open("format.new", flags, 0o600, dir_fd=self._root_fd)
+            try:
+                os.write(fd, f"{FORMAT}\n".encode())
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            os.rename("format.new", "format", src_dir_fd=self._root_fd, dst_dir_fd=self._root_fd)
+            return
+        try:
+            text = os.read(fd, 64).decode("ascii", "replace").strip()
+        finally:
+            os.close(fd)
+        if not text.isdigit():
+            raise TierFailed(f"{self.root}/format says {text!r}, which is no version: use an empty directory")
+        if int(text) > FORMAT:
+            raise TierFailed(
+                f"tier directory {self.root} has format {text}, this tierfs knows up to {FORMAT}: "
+                "upgrade tierfs, or use another directory"
+            )
+
+    def _can_direct(self) -> bool:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_DIRECT
+        page = mmap.mmap(-1, PAGE_BYTES)
+        try:
+            fd = os.open("probe", flags, 0o600, dir_fd=self._root_fd)
+            try:
+                return os.pwrite(fd, page, 0) == PAGE_BYTES
+            finally:
+                os.close(fd)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSPC):
+                raise
+            return False
+        finally:
+            page.close()
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink("probe", dir_fd=self._root_fd)
+
+
+def medium_of(directory_fd: int) -> str:
+    """What the directory lies on: ``tmpfs``, ``dax``, or ``directory`` for every other file system."""
+    number = os.fstat(directory_fd).st_dev
+    wanted = f"{os.major(number)}:{os.minor(number)}"
+    found = "directory"
+    with Path("/proc/self/mountinfo").open(encoding="utf-8", errors="surrogateescape") as table:
+        for line in table:
+            fields = line.split()
+            if fields[2] != wanted:
+                continue
+            kind, _, options = fields[fields.index("-") + 1 :][:3]
+            flags = options.split(",")
+            dax = "dax" in flags or "dax=always" in flags
+            found = "tmpfs" if kind in ("tmpfs", "ramfs") else "dax" if dax else "directory"
+    return found
+
+
+def allocated_bytes(status: os.stat_result) -> int:
+    """The space an object takes on its device."""
+    return status.st_blocks * 512
+
+
+def is_object(status: os.stat_result, size_bytes: int) -> bool:
+    """Whether this is a regular file of that length."""
+    return stat.S_ISREG(status.st_mode) and status.st_size == size_bytes
+
+
+def write_block(opened: OpenObject, offset_bytes: int, data: memoryview) -> None:
+    """Write one block: the aligned part past the page cache where that works, the rest through it. Raises OSError.
+
+    Not durable yet, see ``ObjectStore.sync_written``; afterwards ``drop_cached`` frees the page cache of it.
+    """
+    done = 0
+    if opened.direct_fd is not None and _page_aligned(data) and offset_bytes % PAGE_BYTES == 0:
+        whole = len(data) - len(data) % PAGE_BYTES
+        try:
+            while done < whole and done % PAGE_BYTES == 0:
+                done += os.pwrite(opened.direct_fd, data[done:whole], offset_bytes + done)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # EINVAL: this device wants a larger alignment than a page
+                raise
+    write_all(opened.fd, data[done:], offset_bytes + done)
+
+
+def read_block(opened: OpenObject, offset_bytes: int, buffer: memoryview) -> bool:
+    """Fill the buffer from the object; False when the file ends before. Raises OSError."""
+    done = 0
+    if opened.direct_fd is not None and _page_aligned(buffer) and offset_bytes % PAGE_BYTES == 0:
+        whole = len(buffer) - len(buffer) % PAGE_BYTES
+        try:
+            while done < whole and done % PAGE_BYTES == 0:
+                count = os.preadv(opened.direct_fd, [buffer[done:whole]], offset_bytes + done)
+                if count == 0:
+                    return False
+                done += count
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+    while done < len(buffer):
+        count = os.preadv(opened.fd, [buffer[done:]], offset_bytes + done)
+        if count == 0:
+            return False
+        done += count
+    return True
+
+
+def drop_cached(opened: OpenObject, offset_bytes: int, length_bytes: int) -> None:
+    """Take written, synced bytes out of the page cache, so that filling does not push out what readers use."""
+    os.posix_fadvise(opened.fd, offset_bytes, length_bytes, os.POSIX_FADV_DONTNEED)
+
+
+def write_all(fd: int, data: memoryview, offset_bytes: int) -> None:
+    """Write all of it. Raises OSError."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(fd, data[done:], offset_bytes + done)
+
+
+def _page_aligned(view: memoryview) -> bool:
+    if view.readonly or len(view) < PAGE_BYTES:
+        return False
+    return ctypes.addressof(ctypes.c_char.from_buffer(view)) % PAGE_BYTES == 0

@@ -1,0 +1,254 @@
+"""Reads from the objects of a local tier. Called by local.py, on the trio thread; threads get descriptors and buffers.
+
+What must hold: nothing is returned from a block whose digest was not compared in this run, nor from a file that
+somebody else wrote to since (see the stamp in index.py). A whole-block read always compares. What fails is dropped,
+counted and logged, and is a miss from then on.
+"""
+
+import errno
+import logging
+import os
+import sqlite3
+import sys
+from collections.abc import Callable
+
+import trio
+
+from tierfs.blocks.ids import BlockDigest, digest_block
+from tierfs.blocks.spans import Span
+from tierfs.tiers.descriptors import Descriptors
+from tierfs.tiers.device import GONE
+from tierfs.tiers.index import Entry
+from tierfs.tiers.interface import TierStatistics
+from tierfs.tiers.objects import OpenObject, allocated_bytes, read_block
+
+_log = logging.getLogger(__name__)
+
+# Our own lack of something; it says nothing about the object.
+_OURS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN))
+_REPLY_BYTES = 1 << 20
+_REPLY_BUFFERS = 16
+
+
+class Reader:
+    """The reads of one tier. ``remove`` takes a whole object out of the tier."""
+
+    def __init__(
+        self, *, descriptors: Descriptors, statistics: TierStatistics, mapped: bool, remove: Callable[[Entry], None]
+    ) -> None:
+        self._descriptors = descriptors
+        self._statistics = statistics
+        self._mapped = mapped
+        self._remove = remove
+        self._replies: list[bytearray] = []
+
+    def span_nowait(self, entry: Entry, span: Span) -> memoryview | None:
+        """LocalTier.read_nowait."""
+        if not self._usable(entry, span):
+            return None
+        opened = self._descriptors.borrow(entry)
+        if opened is None and self._mapped:
+            # Opening a file in memory does not wait.
+            try:
+                fresh = entry.device.store.open_object(entry.name, entry.size_bytes)
+            except OSError as error:
+                self._open_failed(entry, error)
+                return None
+            opened = self._descriptors.add(entry, fresh)
+        if opened is None:
+            return None
+        try:
+            if not self._untouched(entry, opened) or not self._usable(entry, span):
+                return None
+            offset_bytes = span.block * entry.block_bytes + span.start_bytes
+            if self._mapped:
+                view: memoryview | None = opened.map()[offset_bytes : offset_bytes + span.length_bytes]
+            else:
+                view = self._cached(entry, opened, offset_bytes, span.length_bytes)
+        except OSError:
+            return None  # the waiting read meets it again, and deals with it
+        finally:
+            self._descriptors.give_back(opened)
+        if view is not None and span.start_bytes == 0:
+            self._statistics.hit_blocks += 1
+        return view
+
+    async def span(self, entry: Entry, span: Span) -> bytes | None:
+        """LocalTier.read_span."""
+        if not self._usable(entry, span):
+            return None
+        opened = await self._open(entry)
+        if opened is None:
+            return None
+        try:
+            if not self._untouched(entry, opened) or not self._usable(entry, span):
+                return None
+            offset_bytes = span.block * entry.block_bytes + span.start_bytes
+            data = await trio.to_thread.run_sync(
+                os.pread, opened.fd, span.length_bytes, offset_bytes, limiter=entry.device.readers
+            )
+            if not entry.removing and not self._untouched(entry, opened):
+                return None
+        except OSError as error:
+            await self._read_failed(entry, span.block, error)
+            return None
+        finally:
+            self._descriptors.give_back(opened)
+        if len(data) != span.length_bytes:
+            return None
+        if span.start_bytes == 0:
+            self._statistics.hit_blocks += 1
+        return data
+
+    async def block(self, entry: Entry, block: int, buffer: memoryview) -> bool:
+        """LocalTier.read_block."""
+        if not entry.has(block):
+            return False
+        assert len(buffer) == entry.length_bytes(block)
+        expected = entry.digest(block)
+        opened = await self._open(entry)
+        if opened is None:
+            return False
+        try:
+            self._untouched(entry, opened)
+            if not entry.has(block):
+                return False
+            serial = entry.stamp_serial
+            found = await trio.to_thread.run_sync(
+                _read_and_digest, opened, block * entry.block_bytes, buffer, limiter=entry.device.readers
+            )
+            # The stamp again, after the read: what was compared must be what later reads will find.
+            untouched = not entry.removing and self._untouched(entry, opened) and serial == entry.stamp_serial
+        except OSError as error:
+            await self._read_failed(entry, block, error)
+            return False
+        finally:
+            self._descriptors.give_back(opened)
+        if found == expected:
+            if untouched and entry.has(block) and not entry.verified[block]:
+                entry.verified[block] = 1
+                if entry.device.persistent:
+                    entry.device.verified.append((entry.name, block))
+            self._statistics.hit_blocks += 1
+            return True
+        if entry.has(block):
+            self._statistics.corrupt_blocks += 1
+            self._log_block("corrupt block dropped", entry, block, "short file" if found is None else "digest differs")
+            await self._drop(entry, block)
+        return False
+
+    async def _open(self, entry: Entry) -> OpenObject | None:
+        opened = self._descriptors.borrow(entry)
+        if opened is not None:
+            return opened
+        try:
+            fresh = await trio.to_thread.run_sync(
+                entry.device.store.open_object, entry.name, entry.size_bytes, limiter=entry.device.readers
+            )
+        except OSError as error:
+            self._open_failed(entry, error)
+            return None
+        if entry.removing:  # meanwhile
+            fresh.close()
+            return None
+        return self._descriptors.add(entry, fresh)
+
+    def _usable(self, entry: Entry, span: Span) -> bool:
+        if not entry.has(span.block) or not entry.verified[span.block]:
+            return False
+        assert span.start_bytes + span.length_bytes <= entry.length_bytes(span.block)
+        return True
+
+    def _untouched(self, entry: Entry, opened: OpenObject) -> bool:
+        """Whether the file is as we left it. If not, what it may have lost is dropped, the rest is to be verified."""
+        status = os.fstat(opened.fd)
+        if entry.removing:
+            return False
+        if status.st_size != entry.size_bytes or status.st_nlink == 0:
+            change = "unlinked" if status.st_nlink == 0 else f"length {status.st_size}"
+            _log.error("object damaged tier=%s object=%s device=%s change=%r path=%r", self._statistics.name,
+                       entry.name.hex(), entry.device.root, change, entry.path)  # fmt: skip
+            self._remove(entry)
+            if status.st_nlink == 0:
+                entry.device.attention.set()
+            return False
+        stamp = (status.st_mtime_ns, status.st_ctime_ns)
+        if entry.writing or entry.stamp == stamp:
+            return True  # while we write, the times are ours; they were compared before and are taken anew after
+        known, entry.stamp = entry.stamp, stamp
+        if known is None:
+            return True
+        entry.forget_verified()
+        _log.warning("object changed by somebody else tier=%s object=%s device=%s path=%r", self._statistics.name,
+                     entry.name.hex(), entry.device.root, entry.path)  # fmt: skip
+        if allocated_bytes(status) < entry.allocated_bytes:
+            self._drop_holes(entry, opened)
+        return False
+
+    def _drop_holes(self, entry: Entry, opened: OpenObject) -> None:
+        for block, _ in entry.blocks():
+            start_bytes = block * entry.block_bytes
+            if os.lseek(opened.fd, start_bytes, os.SEEK_HOLE) < start_bytes + entry.length_bytes(block):
+                entry.drop(block)
+
+    def _cached(self, entry: Entry, opened: OpenObject, offset_bytes: int, length_bytes: int) -> memoryview | None:
+        """The bytes if they are in the page cache."""
+        if not entry.device.nowait:
+            return None
+        view = memoryview(self._reply_buffer(length_bytes))[:length_bytes]
+        try:
+            count = os.preadv(opened.fd, [view], offset_bytes, os.RWF_NOWAIT)
+        except OSError as error:
+            if error.errno == errno.EOPNOTSUPP:
+                entry.device.nowait = False
+            return None
+        return view if count == length_bytes else None
+
+    def _reply_buffer(self, length_bytes: int) -> bytearray:
+        # A fresh bytearray is zeroed first, which costs as much as the copy. One whose earlier view is gone serves again:
+        # a view keeps a reference to its bytearray, so only the list, `buffer` and getrefcount's argument are left then.
+        if length_bytes > _REPLY_BYTES:
+            return bytearray(length_bytes)
+        for buffer in self._replies:
+            if sys.getrefcount(buffer) == 3:
+                return buffer
+        buffer = bytearray(_REPLY_BYTES)
+        if len(self._replies) < _REPLY_BUFFERS:
+            self._replies.append(buffer)
+        return buffer
+
+    def _open_failed(self, entry: Entry, error: OSError) -> None:
+        self._statistics.failed_reads += 1
+        if error.errno in _OURS or entry.removing:
+            return
+        self._log_block("object cannot be opened", entry, -1, error.strerror)
+        if error.errno in GONE:
+            entry.device.attention.set()
+        self._remove(entry)
+
+    async def _read_failed(self, entry: Entry, block: int, error: OSError) -> None:
+        self._statistics.failed_reads += 1
+        if error.errno in _OURS or not entry.has(block):
+            return
+        self._log_block("unreadable block dropped", entry, block, error.strerror)
+        await self._drop(entry, block)
+
+    async def _drop(self, entry: Entry, block: int) -> None:
+        """The block is a miss at once; the row goes before the caller can fetch it anew."""
+        entry.drop(block)
+        device = entry.device
+        async with device.lock:
+            if entry.removing or not device.readable:
+                return
+            try:
+                await device.blocking(device.remove_blocks, {entry.name: [block]})
+            except sqlite3.Error as error:
+                device.fault(error)
+
+    def _log_block(self, event: str, entry: Entry, block: int, reason: str) -> None:
+        _log.error("%s tier=%s object=%s block=%d path=%r device=%s reason=%r", event, self._statistics.name,
+                   entry.name.hex(), block, entry.path, entry.device.root, reason)  # fmt: skip
+
+
+def _read_and_digest(opened: OpenObject, offset_bytes: int, buffer: memoryview) -> BlockDigest | None:
+    return digest_block(buffer) if read_block(opened, offset_bytes, buffer) else None

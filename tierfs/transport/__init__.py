@@ -1,0 +1,1 @@
+"""Moves bytes; knows no message."""

@@ -1,0 +1,1 @@
+"""Pure protocol: framing, messages, handshake. No I/O."""
