@@ -124,7 +124,7 @@ class Bench:
         return kind(self.setting)
 
     def run(self) -> None:
-        """The large file first, then the small ones: a server that looks at so many files would slow the others down."""
+        """The large file first, then the small ones: a server that looks at so many files takes time from others."""
         for small_files in (False, True):
             chosen = [workload for workload in self.workloads if workload.small_files == small_files]
             if chosen:

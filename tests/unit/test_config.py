@@ -43,13 +43,15 @@ def test_the_source_is_all_that_is_needed(write: Write) -> None:
 def test_values_carry_units_and_paths_start_at_the_file(write: Write, tmp_path: Path) -> None:
     text = (
         SOURCE
-        + 'timeout = "500ms"\n[warm]\npath = "cache"\ncapacity = "1.5GiB"\nhigh_watermark = "90%"\nlow_watermark = 0.5\n'
+        + 'timeout = "500ms"\n[warm]\npath = "cache"\ncapacity = "1.5GiB"\nhigh_watermark = "90%"\n'
+        + "low_watermark = 0.5\n[mount]\nuid = 1000\n"
     )
     config = load_mount_config(write(text))
     assert config.warm is not None
     assert config.source.timeout == 0.5
     assert config.warm.directories == (tmp_path / "cache",)
     assert config.warm.capacity == 1536 * MIB
+    assert (config.mount.uid, config.mount.gid) == (1000, None)
     assert (config.warm.high_watermark, config.warm.low_watermark) == (0.9, 0.5)
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import trio
 
 from tierfs.app.secrets import client_tls, read_token
-from tierfs.blocks.errors import MountFailed, ProtocolError, SourceUnavailable, TierfsError
+from tierfs.blocks.errors import MountFailed, ProtocolError, SourceUnavailable, TierfsError, first
 from tierfs.blocks.ids import ObjectKey, VersionId
 from tierfs.cache.block_cache import BlockCache
 from tierfs.cache.buffers import BufferPool
@@ -108,17 +108,9 @@ def mount(config: MountConfig, mountpoint: str, *, config_path: str, log_file: s
     try:
         trio.run(_Mount(config, mountpoint, config_path, log_file, ready).run)
     except* TierfsError as group:
-        raise _first(group) from group
+        raise first(group) from group
     finally:
         registry.remove(mountpoint)
-
-
-def _first(group: BaseExceptionGroup[TierfsError]) -> TierfsError:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert isinstance(error, TierfsError)
-    return error
 
 
 class _Mount:
@@ -208,6 +200,8 @@ class _Mount:
 
     async def _announce(self, daemon: commands.Daemon) -> None:
         options = self._config.mount
+        # The kernel resets its limits when it takes the INIT reply: look through the mount once, so that this is over.
+        await trio.to_thread.run_sync(os.statvfs, self._mountpoint, abandon_on_cancel=True)
         daemon.kernel = apply_limits(
             self._mountpoint, read_ahead_bytes=options.read_ahead, max_background=options.max_background
         )
@@ -296,7 +290,7 @@ def make_source(config: MountConfig) -> Source:
         return DirectorySource(
             path,
             name=str(path),
-            block_bytes=settings.block_size,
+            block_bytes=int(settings.block_size),
             state_directory=None,
             rescan_s=settings.rescan,
             digest=False,
@@ -306,6 +300,8 @@ def make_source(config: MountConfig) -> Source:
         token=read_token(settings.token_file),
         connections=settings.connections,
         tls=client_tls(enabled=settings.tls, ca_file=settings.tls_ca_file),
+        # A silent server must be given up often enough for another try within the reader's deadline.
+        request_timeout_s=min(15.0, settings.timeout / 2),
     )
 
 

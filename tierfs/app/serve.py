@@ -9,9 +9,12 @@ from pathlib import Path
 import trio
 
 from tierfs.app.secrets import read_token, server_tls
+from tierfs.blocks.errors import TierfsError, first
 from tierfs.config.schema import ServeConfig
+from tierfs.server.limits import ServerLimits
 from tierfs.server.listener import Server
 from tierfs.tiers.directory import DirectorySource
+from tierfs.transport.address import Address
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +26,10 @@ def serve(config: ServeConfig, *, ready_file: Path | None) -> None:
 
     Raises ConfigError (an export without a token on an address others can reach, an address in use).
     """
-    trio.run(_serve, config, ready_file, strict_exception_groups=False)
+    try:
+        trio.run(_serve, config, ready_file)
+    except* TierfsError as group:
+        raise first(group) from group
 
 
 async def _serve(config: ServeConfig, ready_file: Path | None) -> None:
@@ -31,7 +37,7 @@ async def _serve(config: ServeConfig, ready_file: Path | None) -> None:
         name: DirectorySource(
             export.path,
             name=name,
-            block_bytes=export.block_size,
+            block_bytes=int(export.block_size),
             state_directory=config.server.state_dir / "exports",
             settle_s=export.settle,
             rescan_s=export.rescan,
@@ -48,18 +54,20 @@ async def _serve(config: ServeConfig, ready_file: Path | None) -> None:
         listen=config.server.listen,
         tokens=tokens,
         tls=server_tls(config.server.tls_cert_file, config.server.tls_key_file),
-        max_connections=config.server.max_connections,
-        memory_limit_bytes=config.server.memory_limit,
+        limits=ServerLimits(
+            connections=config.server.max_connections,
+            in_flight_bytes=config.server.memory_limit,
+        ),
     )
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_stop_on_signal, nursery.cancel_scope)
         for source in sources.values():
             await nursery.start(_run_source, source)
-        addresses: Sequence[str] = await nursery.start(server.run)
+        addresses: Sequence[Address] = await nursery.start(server.run)
         for address in addresses:
             log.info("listening address=%s exports=%s", address, ",".join(sources) or "/")
         if ready_file is not None:
-            urls = [f"tierfs://{address.removeprefix('tcp://')}/{name}" for address in addresses for name in sources]
+            urls = [f"tierfs://{address}/{name}" for address in addresses for name in sources]
             temporary = ready_file.with_name(ready_file.name + ".new")
             temporary.write_text("".join(url + "\n" for url in urls))
             temporary.replace(ready_file)

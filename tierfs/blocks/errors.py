@@ -58,3 +58,12 @@ class MountFailed(TierfsError):
 
 class ControlError(TierfsError):
     """The daemon of a mount cannot be asked, or refused a command."""
+
+
+def first(group: BaseExceptionGroup[TierfsError]) -> TierfsError:
+    """The first error in a group that nurseries made of it."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, TierfsError)
+    return error

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import trio
 
-from tierfs.blocks.errors import CorruptBlock, NoBuffer, SourceTimeout, SourceUnavailable, TierfsError
+from tierfs.blocks.errors import CorruptBlock, NoBuffer, SourceTimeout, SourceUnavailable, TierFailed, TierfsError
 from tierfs.blocks.ids import ContentId, ObjectKey, VersionId, digest_block
 from tierfs.blocks.spans import Span, block_length, whole_block
 from tierfs.cache.buffers import BlockLease, Buffer, BufferPool
@@ -289,6 +289,10 @@ class BlockCache:
             if load.waiters:
                 self.statistics.failed_loads += 1
                 log.warning("block-failed path=%r block=%d error=%s: %s", file.path, block, type(error).__name__, error)
+        except Exception as error:
+            # A bug in one load must not take the mount with it.
+            log.exception("load-ended-by-bug path=%r block=%d", file.path, block)
+            load.error = TierFailed(f"block {block} of {file.path!r} could not be loaded: {error!r}")
         finally:
             del self._loads[(key, block)]
             if load.block is not None:

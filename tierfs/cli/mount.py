@@ -4,6 +4,8 @@ Mounting starts a daemon: a child process of its own session that runs the same 
 one line to a pipe, "ready" or what is wrong. The command returns when that line is there.
 """
 
+import contextlib
+import logging
 import os
 import select
 import subprocess
@@ -44,6 +46,7 @@ def mount(
             _start_daemon(config, place, option or [], settings.source.timeout, log_file)
             return
         daemon = ready_fd >= 0
+        waiting = _Waiting(ready_fd)
         logs.start(
             level=settings.log.level,
             file=log_file if daemon or settings.log.file else None,
@@ -55,10 +58,14 @@ def mount(
                 place,
                 config_path=str(config.absolute()),
                 log_file=log_file if daemon else "",
-                ready=lambda: _tell(ready_fd, "ready"),
+                ready=lambda: waiting.tell("ready"),
             )
         except TierfsError as error:
-            _tell(ready_fd, " ".join(str(error).split()))
+            waiting.tell(" ".join(str(error).split()))
+            raise
+        except BaseException as error:
+            logging.getLogger(__name__).exception("daemon-ended-by-bug")
+            waiting.tell(f"the daemon ended by a bug ({type(error).__name__}); its log: {log_file}")
             raise
 
 
@@ -138,10 +145,19 @@ def _import_path() -> str:
     return f"{root}{os.pathsep}{others}" if others else root
 
 
-def _tell(descriptor: int, line: str) -> None:
-    if descriptor >= 0:
-        os.write(descriptor, line.encode() + b"\n")
-        os.close(descriptor)
+class _Waiting:
+    """The command that waits for one line from its daemon, if there is one; later lines are for nobody."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def tell(self, line: str) -> None:
+        """Send the line and end the wait."""
+        if self._descriptor >= 0:
+            with contextlib.suppress(BrokenPipeError):
+                os.write(self._descriptor, line.encode() + b"\n")
+            os.close(self._descriptor)
+            self._descriptor = -1
 
 
 def _ended(record: registry.Record, within_s: float) -> bool:

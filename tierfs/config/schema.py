@@ -18,6 +18,7 @@ COMPUTED_SIZE = Size(0)  # replaced by load.py
 COMPUTED_DURATION = Duration(0)  # replaced by load.py
 
 MIB = 1 << 20
+_Id = Annotated[int, Meta(ge=0, le=2**32 - 2)]  # the highest means "no change" to the kernel
 BLOCK_BYTES = Size(4 * MIB)
 TEXT_DEFAULTS = {  # what the documentation says where a default is computed
     "hot.capacity": "90% of what its file system has for it",
@@ -120,8 +121,8 @@ class KernelMountConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The mount as the kernel sees it. It is always read-only, nosuid and nodev."""
 
     allow_other: Annotated[bool, Meta(description="let other users read (unprivileged: see fuse.conf)")] = True
-    uid: Annotated[int | None, Meta(ge=0, le=2**32 - 2, description="owner of every file")] = None
-    gid: Annotated[int | None, Meta(ge=0, le=2**32 - 2, description="group of every file")] = None
+    uid: Annotated[_Id | None, Meta(description="owner of every file")] = None
+    gid: Annotated[_Id | None, Meta(description="group of every file")] = None
     metadata_ttl: Annotated[Duration, Meta(description="how long the kernel may keep names and attributes")] = Duration(
         5
     )

@@ -7,12 +7,15 @@ Sources: Documentation/filesystems/fuse, Documentation/ABI/testing/sysfs-class-b
 import logging
 import os
 import re
+import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tierfs.blocks.errors import MountFailed
 
 log = logging.getLogger(__name__)
+
+_CONNECTIONS = "/sys/fs/fuse/connections"
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,9 @@ def apply_limits(mountpoint: str, *, read_ahead_bytes: int, max_background: int)
     if entry is None:
         raise MountFailed(f"nothing is mounted at {mountpoint}")
     limits = KernelLimits()
+    _mount_control_files()
     bdi = Path("/sys/class/bdi") / entry.device / "read_ahead_kb"
-    connection = Path("/sys/fs/fuse/connections") / entry.device.split(":")[1]
+    connection = Path(_CONNECTIONS) / entry.device.split(":")[1]
     congestion = max_background * 3 // 4  # the kernel's own default relation
     _set(bdi, read_ahead_bytes // 1024, limits)
     _set(connection / "max_background", max_background, limits)
@@ -70,6 +74,13 @@ def apply_limits(mountpoint: str, *, read_ahead_bytes: int, max_background: int)
     limits.max_background = _get(connection / "max_background")
     limits.congestion_threshold = _get(connection / "congestion_threshold")
     return limits
+
+
+def _mount_control_files() -> None:
+    """Mount fusectl where a minimal system (a container, a small VM) has not; systemd does it elsewhere."""
+    if os.geteuid() == 0 and mount_at(_CONNECTIONS) is None:
+        command = ["mount", "-t", "fusectl", "fusectl", _CONNECTIONS]
+        subprocess.run(command, capture_output=True, timeout=10, check=False)  # _set reports what is missing
 
 
 def _set(path: Path, value: int, limits: KernelLimits) -> None:

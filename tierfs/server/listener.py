@@ -89,21 +89,22 @@ class Server:
                 listener.close()
 
     async def _bind(self) -> list[socket.socket]:
+        open_exports = [name for name, token in self._tokens.items() if token is None]
         listeners: list[socket.socket] = []
         try:
             for address in self._listen:
                 try:
-                    listeners += await tcp.listen(address)
+                    literals = await tcp.resolve(address)
+                    for literal in literals:  # before anything listens on it
+                        if open_exports and not is_loopback(literal.host):
+                            raise ConfigError(
+                                f"export {open_exports[0]!r} has no token and would be readable by every machine that"
+                                f" reaches {literal}: give it a token file, or listen on tcp://127.0.0.1 only"
+                            )
+                    for literal in literals:
+                        listeners.append(tcp.listen(literal))
                 except OSError as error:
                     raise ConfigError(f"cannot listen on {address}: {error}") from error
-            open_exports = [name for name, token in self._tokens.items() if token is None]
-            for listener in listeners:
-                host = str(listener.getsockname()[0])
-                if open_exports and not is_loopback(host):
-                    raise ConfigError(
-                        f"export {open_exports[0]!r} has no token and would be readable by every machine that reaches"
-                        f" {host}: give it a token file, or listen on tcp://127.0.0.1 only"
-                    )
         except BaseException:
             for listener in listeners:
                 listener.close()

@@ -67,6 +67,7 @@ class Device:
         self.reason = "not opened yet"
         self.queue: collections.deque[Write] = collections.deque()
         self.work = trio.Event()
+        self.reclaim = trio.Event()
         self.attention = trio.Event()  # look at it now: something that should be there was not
         self.nowait = True  # whether the file system knows RWF_NOWAIT
         self.lock = trio.Lock()
@@ -78,6 +79,8 @@ class Device:
         # Saved late, in one transaction for many: see local.py.
         self.verified: list[tuple[ObjectKey, int]] = []
         self.keys: list[tuple[ObjectKey, ObjectKey, ObjectKey]] = []
+        self.used: dict[ObjectKey, float] = {}
+        self.heat_changed = False
         self._mapped = mapped
         self._residency: Residency | None = None
         self._housekeeping = trio.CapacityLimiter(1)
@@ -101,9 +104,12 @@ class Device:
         """Whether the next run finds what this one stored."""
         return self._residency is not None
 
-    async def blocking(self, call: Callable[..., _Result], *args: object) -> _Result:
-        """Run a blocking call of this device's housekeeping in a thread of its own. Cancellation waits for it."""
-        return await trio.to_thread.run_sync(call, *args, limiter=self._housekeeping)
+    async def blocking(self, call: Callable[..., _Result], *args: object, abandon: bool = False) -> _Result:
+        """Run a blocking call of this device's housekeeping in a thread of its own.
+
+        Cancellation waits for it, unless ``abandon``: for the end of the run, when a device no longer answers.
+        """
+        return await trio.to_thread.run_sync(call, *args, limiter=self._housekeeping, abandon_on_cancel=abandon)
 
     # -- the blocking half: in a thread
 

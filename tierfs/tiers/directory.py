@@ -308,7 +308,9 @@ class DirectorySource:
         tree = await trio.to_thread.run_sync(self._tree_digest, scan)
         if self._publication is None or tree != self._tree:
             await self._adopt(scan, device, tree)
-        self._device = device
+        if device != self._device:  # mounted again, with the same tree
+            self._device = device
+            self._digester.begin(device)
         self._set_state("connected", "")
 
     def _tree_digest(self, scan: Scan) -> bytes:

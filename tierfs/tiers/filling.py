@@ -48,6 +48,8 @@ class Space:
 
     def set_allocated(self, entry: Entry, allocated: int) -> None:
         """An object was measured."""
+        if entry.gone:
+            return
         change = allocated - entry.allocated_bytes
         entry.allocated_bytes = allocated
         self.allocated_bytes += change
@@ -59,6 +61,7 @@ class Space:
         self.allocated_bytes -= entry.allocated_bytes
         self.leaving_bytes -= entry.allocated_bytes
         entry.allocated_bytes = 0
+        entry.gone = True
         self.freed.set()
 
 
@@ -167,6 +170,10 @@ class Filler:
         try:
             started_s = time.perf_counter()
             await self._open(device, entries, files)
+            for entry in entries:
+                if entry.writing == 1:
+                    status = os.fstat(files[entry].fd)
+                    entry.compare((status.st_mtime_ns, status.st_ctime_ns))
             await self._write(device, batch, files)
             written = [(files[w.entry], w.block * w.entry.block_bytes, w.length_bytes) for w in batch]
             ranges = [] if self._mapped else written
@@ -174,9 +181,11 @@ class Filler:
             await self._commit(device, batch)
             device.wrote(sum(write.length_bytes for write in batch), time.perf_counter() - started_s)
         except (OSError, sqlite3.Error) as error:
-            short = sum(write.length_bytes for write in batch) if getattr(error, "errno", 0) == errno.ENOSPC else 0
+            # Two blocks must fit before it is tried again: less would fail at once.
+            short = isinstance(error, OSError) and error.errno == errno.ENOSPC
+            short_bytes = 2 * max(write.length_bytes for write in batch) if short else 0
             self._statistics.failed_writes += len(batch) + self.drop_queue(device)
-            device.fault(error, short_bytes=short)
+            device.fault(error, short_bytes=short_bytes)
         finally:
             for entry in entries:
                 entry.writing -= 1

@@ -25,9 +25,9 @@ class Entry:
     """One object. ``name`` names its file for ever; ``key`` is what it is known as now (its content id, once known)."""
 
     __slots__ = (
-        "aliases", "allocated_bytes", "block_bytes", "device", "digests", "key", "last_use_s", "model", "model_bytes",
-        "name", "path", "pending", "removing", "resident", "resident_blocks", "resident_bytes", "size_bytes", "stamp",
-        "stamp_serial", "verified", "writing",
+        "aliases", "allocated_bytes", "block_bytes", "device", "digests", "gone", "key", "last_use_s", "model",
+        "model_bytes", "name", "path", "pending", "removing", "resident", "resident_blocks", "resident_bytes",
+        "size_bytes", "stamp", "stamp_serial", "verified", "writing",
     )  # fmt: skip
 
     def __init__(
@@ -55,7 +55,8 @@ class Entry:
         self.writing = 0  # batches that write to the file now
         self.stamp: tuple[int, int] | None = None
         self.stamp_serial = 0  # grows whenever the verified flags were lost
-        self.removing = False
+        self.removing = False  # out of the index; its row, file and space follow
+        self.gone = False
 
     def length_bytes(self, block: int) -> int:
         """The length of one block."""
@@ -84,10 +85,14 @@ class Entry:
             self.resident_blocks -= 1
             self.resident_bytes -= self.length_bytes(block)
 
-    def forget_verified(self) -> None:
-        """Somebody else touched the file: every block must be compared with its digest again."""
+    def compare(self, stamp: tuple[int, int]) -> bool:
+        """Whether the file is as we left it. If not, every block must be compared with its digest again."""
+        known, self.stamp = self.stamp, stamp
+        if known is None or known == stamp:
+            return True
         self.verified = bytearray(len(self.verified))
         self.stamp_serial += 1
+        return False
 
     def blocks(self) -> list[tuple[int, BlockDigest]]:
         """The resident blocks."""
@@ -122,7 +127,7 @@ class Index:
                 self._content[alias] = entry.key
         known = self._entries.get(entry.key)
         if known is not None and known.resident_blocks + len(known.pending) >= entry.resident_blocks:
-            known.aliases |= entry.aliases
+            known.aliases |= entry.aliases | {entry.name}
             return entry
         self._entries[entry.key] = entry
         return known

@@ -2,18 +2,17 @@
 
     offer ─► placement (policy) ─► filling.py ─► resident          reads: reading.py
                  └ victims ─► leaving ─► residency, unlink, close ─► space freed
-    one task per device watches its health; one reclaims and saves; two write per device
+    per device two tasks write, one watches its health, one removes and saves
 
 All state belongs to the trio thread. What must hold: capacity is never exceeded by what is allocated and queued; an
 object somebody has pinned is not evicted; removing goes residency first, then the file; a read that races an eviction
 ends on the old file.
 """
 
+import errno
 import logging
-import math
 import sqlite3
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +21,7 @@ import trio
 
 from tierfs.blocks.errors import TierFailed
 from tierfs.blocks.ids import BlockDigest, ObjectKey
-from tierfs.blocks.spans import Span
-from tierfs.policy.eviction import Candidate, HeatTable, choose_victims
+from tierfs.blocks.spans import Span, block_length
 from tierfs.policy.watermarks import Watermarks
 from tierfs.tiers.descriptors import Descriptors
 from tierfs.tiers.device import Device, Loaded, Write, choose, close_all, describe
@@ -31,17 +29,16 @@ from tierfs.tiers.filling import Filler, Space
 from tierfs.tiers.index import Entry, Index
 from tierfs.tiers.interface import Lease, ObjectFacts, Offer, TierStatistics
 from tierfs.tiers.objects import PAGE_BYTES, OpenObject
+from tierfs.tiers.placement import Placement
 from tierfs.tiers.reading import Reader
 
 _log = logging.getLogger(__name__)
 
 _OPEN_OBJECTS = 256
-_TICK_S = 1.0  # the reclaimer looks by itself this often
+_TICK_S = 1.0  # a keeper looks by itself this often
 _SAVE_S = 5.0
 _STOP_S = 4.0  # for everything that is saved at the end
 _EVICT_S = 30.0
-_REFUSED_S = 1.0  # how long "no room for this model" is remembered; looking costs a pass over all objects
-_MODELS_KNOWN = 65536  # keys whose model is remembered, so that opens of what is not here are counted
 _AUTOMATIC_PART = 0.9  # of what the file systems have, where no capacity is configured
 
 
@@ -69,6 +66,8 @@ class DirectoryTier:
         open_objects: int = _OPEN_OBJECTS,
     ) -> None:
         assert paths
+        self.name = name
+        self.mapped = mapped
         self._capacity_bytes = capacity_bytes
         self._watermarks = Watermarks(capacity_bytes or 0, high_watermark, low_watermark)
         self._write_queue_bytes = write_queue_bytes
@@ -77,16 +76,12 @@ class DirectoryTier:
         self._devices = [Device(Path(path), mapped=mapped, probe_s=probe_s) for path in paths]
         self._index = Index()
         self._space = Space()
-        self._heats = HeatTable()
-        self._pins: dict[ObjectKey, int] = {}
-        self._models: OrderedDict[ObjectKey, bytes] = OrderedDict()
-        self._early_touches: OrderedDict[ObjectKey, float] = OrderedDict()
-        self._refused: dict[bytes, float] = {}
+        self._placement = Placement()
         self._leaving: dict[tuple[Device, ObjectKey], Entry] = {}
-        self._dying: dict[OpenObject, Entry | None] = {}  # unlinked, but somebody still reads
+        self._dying: dict[OpenObject, Entry] = {}  # unlinked, but somebody still reads
         self._closable: list[OpenObject] = []
         self._removed: dict[Entry, trio.Event] = {}
-        self._attention = trio.Event()
+        self._closer = trio.Event()
         self._running = False
         self._descriptors = Descriptors(open_objects, on_idle=self._idle)
         self._reader = Reader(
@@ -135,7 +130,8 @@ class DirectoryTier:
                     nursery.start_soon(self._filler.run, device)
                     nursery.start_soon(self._filler.run, device)
                     nursery.start_soon(self._watch, device)
-                nursery.start_soon(self._reclaim)
+                    nursery.start_soon(self._keep, device)
+                nursery.start_soon(self._close)
                 task_status.started()
         finally:
             self._running = False
@@ -178,11 +174,11 @@ class DirectoryTier:
         if not self._running:
             return Offer.FAILED
         key = self._index.canonical(facts.key)
-        self._learn_model(key, facts.model)
+        self._placement.learn_model(key, facts.model)
         entry = self._index.get(key)
         if entry is not None:
             if (entry.size_bytes, entry.block_bytes) != (facts.size_bytes, facts.block_bytes):
-                if key not in self._pins:  # blocks of another size than the export has by now are of no use
+                if not self._placement.pinned(key):  # blocks of another size than the export has by now are of no use
                     self._remove(entry)
                 return self._bypassed()
             if entry.has(block) or block in entry.pending:
@@ -192,6 +188,7 @@ class DirectoryTier:
             statistics.failed_writes += 1
             return Offer.FAILED
         length_bytes = len(lease.view)
+        assert length_bytes == block_length(facts.size_bytes, facts.block_bytes, block)
         if statistics.queued_bytes and statistics.queued_bytes + length_bytes > self._write_queue_bytes:
             statistics.skipped_blocks += 1
             return Offer.FULL
@@ -206,7 +203,6 @@ class DirectoryTier:
             if facts.key != key:
                 entry.aliases.add(facts.key)
             self._index.add(entry)
-        assert length_bytes == entry.length_bytes(block)
         self._filler.enqueue(Write(entry, block, digest, lease, length_bytes, cost_bytes))
         return Offer.ACCEPTED
 
@@ -215,11 +211,7 @@ class DirectoryTier:
         stays, loser = self._index.alias(version, content)
         if version == content:
             return
-        if version in self._pins:
-            self._pins[content] = self._pins.get(content, 0) + self._pins.pop(version)
-        for table in (self._models, self._early_touches):
-            if version in table:
-                table.setdefault(content, table.pop(version))  # type: ignore[attr-defined]  # two value types
+        self._placement.alias(version, content)
         if loser is not None:
             self._remove(loser)
         if stays is not None and stays.device.persistent:
@@ -229,37 +221,26 @@ class DirectoryTier:
         """See LocalTier. An open of content whose model is not known yet counts when its first block is offered."""
         key = self._index.canonical(key)
         entry = self._index.get(key)
-        model = entry.model if entry is not None else self._models.get(key)
         now_s = self._clock()
         if entry is not None:
-            entry.last_use_s = now_s
-        if model is None:
-            self._early_touches[key] = now_s
-            if len(self._early_touches) > _MODELS_KNOWN:
-                self._early_touches.popitem(last=False)
-        else:
-            self._heats.touch(model, key, now_s)
-            self._refused.clear()
+            entry.last_use_s = entry.device.used[entry.name] = now_s
+        self._placement.touch(key, entry, now_s)
+        for device in self._devices:
+            device.heat_changed = True
 
     def pin(self, key: ObjectKey) -> None:
         """See LocalTier."""
-        key = self._index.canonical(key)
-        self._pins[key] = self._pins.get(key, 0) + 1
+        self._placement.pin(self._index.canonical(key))
 
     def unpin(self, key: ObjectKey) -> None:
         """See LocalTier."""
-        key = self._index.canonical(key)
-        count = self._pins.pop(key, 0) - 1
-        assert count >= 0
-        if count:
-            self._pins[key] = count
-        self._refused.clear()
+        self._placement.unpin(self._index.canonical(key))
 
     async def evict(self, key: ObjectKey) -> int:
         """See LocalTier. 0 where nothing is here, or somebody has it pinned. Raises TierFailed when the device does not
         let go of it in time. Cancellation: it goes all the same."""
         entry = self._index.get(key)
-        if not self._running or entry is None or self._index.canonical(key) in self._pins:
+        if not self._running or entry is None or self._placement.pinned(entry.key):
             return 0
         freed_bytes = entry.allocated_bytes
         gone = self._removed[entry] = trio.Event()
@@ -273,106 +254,66 @@ class DirectoryTier:
         """See LocalTier."""
         await self._filler.flush()
 
-    # -- placement
+    # -- room
 
     def _bypassed(self) -> Offer:
         self._statistics.bypassed_blocks += 1
         return Offer.BYPASSED
 
-    def _learn_model(self, key: ObjectKey, model: bytes) -> None:
-        self._models[key] = model
-        self._models.move_to_end(key)
-        if len(self._models) > _MODELS_KNOWN:
-            self._models.popitem(last=False)
-        touched_s = self._early_touches.pop(key, None)
-        if touched_s is not None:
-            self._heats.touch(model, key, touched_s)
-            self._refused.clear()
-
-    def _make_room(self, cost_bytes: int, model: bytes) -> bool:
-        used_bytes = self._space.used_bytes - self._space.leaving_bytes
-        needed_bytes = self._watermarks.needed_bytes(used_bytes, cost_bytes)
-        if not needed_bytes:
-            return True
-        now_s = self._clock()
-        if abs(now_s - self._refused.get(model, -math.inf)) < _REFUSED_S:
-            return False
-        if self._evict_by_policy(needed_bytes, self._watermarks.wanted_bytes(used_bytes, cost_bytes), model):
-            return True
-        self._refused[model] = now_s
-        return False
-
-    def _evict_by_policy(self, needed_bytes: int, wanted_bytes: int, incoming: bytes | None) -> bool:
-        candidates = {
-            entry.key: entry
-            for entry in self._index
-            # Where the device takes no writes, the residency cannot be updated: nothing would be freed.
-            if entry.device.writable
-        }
-        victims = choose_victims(
-            (
-                Candidate(key, entry.model, entry.allocated_bytes, entry.last_use_s, key in self._pins)
-                for key, entry in candidates.items()
-            ),
-            self._heats,
-            needed_bytes=needed_bytes,
-            wanted_bytes=wanted_bytes,
+    def _make_room(self, cost_bytes: int, model: bytes | None) -> bool:
+        """Room under the high mark for a block of that model; without a model: down to the marks again."""
+        victims = self._placement.victims(
+            self._index,
+            self._watermarks,
+            used_bytes=self._space.used_bytes - self._space.leaving_bytes,
+            cost_bytes=cost_bytes,
+            model=model,
             now_s=self._clock(),
-            incoming=incoming,
         )
-        for victim in victims:
-            self._evict(candidates[victim.key])
-        return bool(victims)
+        for entry in victims or ():
+            self._evict(entry)
+        return victims is not None
 
     def _evict(self, entry: Entry) -> None:
         self._statistics.evicted_blocks += entry.resident_blocks
         self._remove(entry)
 
     def _remove(self, entry: Entry) -> None:
-        """Take the object out of the index now; its row, file and space follow in the reclaimer."""
+        """Take the object out of the index now; its row, file and space follow in the device's keeper."""
         if entry.removing:
             return
         entry.removing = True
         self._index.discard(entry)
         self._leaving[entry.device, entry.name] = entry
         self._space.leaving_bytes += entry.allocated_bytes
-        self._refused.clear()
-        self._attention.set()
+        self._placement.room_changed()
+        entry.device.reclaim.set()
 
     def _settled(self, entries: Iterable[Entry]) -> None:
-        """A batch is over: an object that got no block after all goes, one that is leaving may go now."""
+        """A batch is over: an object that got no block after all goes, and one that waited for the batch may go now."""
         for entry in entries:
             if not entry.resident_blocks and not entry.pending and entry.device.readable:
                 self._remove(entry)
-        if self._leaving or self._space.used_bytes > self._watermarks.high_bytes:
-            self._attention.set()
+            entry.device.reclaim.set()
 
     # -- removing and saving
 
-    async def _reclaim(self) -> None:
+    async def _keep(self, device: Device) -> None:
+        """Remove what is leaving this device, and save what may be saved late."""
         saved_s = trio.current_time()
         while True:
             with trio.move_on_after(_TICK_S):
-                await self._attention.wait()
-            self._attention = trio.Event()
-            used_bytes = self._space.used_bytes - self._space.leaving_bytes
-            if self._watermarks.needed_bytes(used_bytes):
-                self._evict_by_policy(0, self._watermarks.wanted_bytes(used_bytes), None)
-            for device in self._devices:
-                await self._finish_removals(device)
-            closable, self._closable = self._closable, []
-            if closable:
-                await trio.to_thread.run_sync(close_all, closable, limiter=self._devices[0].readers)
-                for opened in closable:
-                    self._gone(self._dying.pop(opened, None))
+                await device.reclaim.wait()
+            device.reclaim = trio.Event()
+            self._make_room(0, None)
+            await self._finish_removals(device)
             if trio.current_time() - saved_s >= _SAVE_S:
                 saved_s = trio.current_time()
-                self._heats.forget_cold(self._clock(), {entry.model for entry in self._index})
-                for device in self._devices:
-                    await self._save(device)
+                self._placement.heats.forget_cold(self._clock(), {entry.model for entry in self._index})
+                await self._save(device)
 
     async def _finish_removals(self, device: Device) -> None:
-        # A batch that writes to the object may be about to create its file: wait for it, it wakes the reclaimer.
+        # A batch that writes to the object may be about to create its file: wait for it, it wakes the keeper.
         ready = [entry for entry in self._leaving.values() if entry.device is device and not entry.writing]
         if not ready or not device.readable:
             return
@@ -394,26 +335,43 @@ class DirectoryTier:
 
     def _idle(self, opened: OpenObject) -> None:
         self._closable.append(opened)
-        self._attention.set()
+        self._closer.set()
 
-    def _gone(self, entry: Entry | None) -> None:
-        if entry is not None:
-            self._space.give_up(entry)
-            gone = self._removed.pop(entry, None)
-            if gone is not None:
-                gone.set()
+    async def _close(self) -> None:
+        """Close what its last user left: the space of an unlinked object is freed only then."""
+        limiter = trio.CapacityLimiter(1)
+        while True:
+            await self._closer.wait()
+            self._closer = trio.Event()
+            closable, self._closable = self._closable, []
+            await trio.to_thread.run_sync(close_all, closable, limiter=limiter)
+            for opened in closable:
+                entry = self._dying.pop(opened, None)
+                if entry is not None:
+                    self._gone(entry)
 
-    async def _save(self, device: Device) -> None:
+    def _gone(self, entry: Entry) -> None:
+        self._space.give_up(entry)
+        gone = self._removed.pop(entry, None)
+        if gone is not None:
+            gone.set()
+
+    async def _save(self, device: Device, *, abandon: bool = False) -> None:
         async with device.lock:
             residency = device.residency()
             if residency is None or not device.writable:
                 return
+            if not (device.verified or device.keys or device.used or device.heat_changed):
+                return
             verified, device.verified = device.verified, []
             keys, device.keys = device.keys, []
-            used = [(entry.name, entry.last_use_s) for entry in self._index if entry.device is device]
-            models = self._heats.items()
+            used, device.used = [*device.used.items()], {}
+            device.heat_changed = False
+            models = self._placement.heats.items()
             try:
-                await device.blocking(lambda: residency.save(verified=verified, keys=keys, used=used, models=models))
+                await device.blocking(
+                    lambda: residency.save(verified=verified, keys=keys, used=used, models=models), abandon=abandon
+                )
             except sqlite3.Error as error:
                 device.fault(error)
 
@@ -446,7 +404,7 @@ class DirectoryTier:
 
     def _adopt(self, device: Device, loaded: Loaded) -> None:
         for model, heat in loaded.stored.models:
-            self._heats.restore(model, heat)
+            self._placement.heats.restore(model, heat)
         for stored, allocated in loaded.objects:
             entry = Entry(
                 name=stored.name, key=stored.key, size_bytes=stored.size_bytes, block_bytes=stored.block_bytes,
@@ -480,7 +438,7 @@ class DirectoryTier:
                     await device.blocking(device.probe)
                     device.recovered()
                 elif device.state == "ok" and not await device.blocking(device.look):
-                    raise FileNotFoundError(2, "the tier directory went away", str(device.root))
+                    raise FileNotFoundError(errno.ENOENT, "the tier directory went away", str(device.root))
             except FileNotFoundError as error:
                 self._lose(device, error)
             except (OSError, TierFailed) as error:
@@ -500,8 +458,7 @@ class DirectoryTier:
             self._gone(entry)
             if opened is not None and not opened.users:
                 self._idle(opened)
-        device.verified.clear()
-        device.keys.clear()
+        device.verified, device.keys, device.used = [], [], {}
 
     async def _reopen(self, device: Device) -> None:
         async with device.lock:
@@ -519,10 +476,9 @@ class DirectoryTier:
     async def _stop(self) -> None:
         async def close_one(device: Device) -> None:
             self._filler.drop_queue(device)
-            await self._save(device)
-            clean = device.writable
+            await self._save(device, abandon=True)
             try:
-                await trio.to_thread.run_sync(device.close, clean, limiter=device.writers, abandon_on_cancel=True)
+                await device.blocking(device.close, device.writable, abandon=True)
             except (OSError, sqlite3.Error) as error:
                 _log.error("tier device not closed cleanly path=%s reason=%r", device.root, describe(error))
 
@@ -531,6 +487,8 @@ class DirectoryTier:
                 for device in self._devices:
                     nursery.start_soon(close_one, device)
         if scope.cancelled_caught:
-            _log.error("tier stopped without a clean mark tier=%s reason='its device did not answer'", self._statistics.name)
+            _log.error("tier stopped without a clean mark tier=%s reason='no answer'", self._statistics.name)
+        for gone in self._removed.values():
+            gone.set()
         self._descriptors.close()
         close_all([*self._closable, *(opened for opened in self._dying if not opened.users)])

@@ -173,12 +173,9 @@ class Reader:
                 entry.device.attention.set()
             return False
         stamp = (status.st_mtime_ns, status.st_ctime_ns)
-        if entry.writing or entry.stamp == stamp:
-            return True  # while we write, the times are ours; they were compared before and are taken anew after
-        known, entry.stamp = entry.stamp, stamp
-        if known is None:
+        # While we write, the times are ours; they were compared before and are taken anew after.
+        if entry.writing or entry.compare(stamp):
             return True
-        entry.forget_verified()
         _log.warning("object changed by somebody else tier=%s object=%s device=%s path=%r", self._statistics.name,
                      entry.name.hex(), entry.device.root, entry.path)  # fmt: skip
         if allocated_bytes(status) < entry.allocated_bytes:
@@ -205,8 +202,8 @@ class Reader:
         return view if count == length_bytes else None
 
     def _reply_buffer(self, length_bytes: int) -> bytearray:
-        # A fresh bytearray is zeroed first, which costs as much as the copy. One whose earlier view is gone serves again:
-        # a view keeps a reference to its bytearray, so only the list, `buffer` and getrefcount's argument are left then.
+        # A fresh bytearray is zeroed first, which costs as much as the copy. One whose earlier view is gone serves
+        # again: a view keeps a reference to it, without one only the list, `buffer` and the argument are left.
         if length_bytes > _REPLY_BYTES:
             return bytearray(length_bytes)
         for buffer in self._replies:
@@ -245,7 +242,7 @@ class Reader:
             except sqlite3.Error as error:
                 device.fault(error)
 
-    def _log_block(self, event: str, entry: Entry, block: int, reason: str) -> None:
+    def _log_block(self, event: str, entry: Entry, block: int, reason: str | None) -> None:
         _log.error("%s tier=%s object=%s block=%d path=%r device=%s reason=%r", event, self._statistics.name,
                    entry.name.hex(), block, entry.path, entry.device.root, reason)  # fmt: skip
 

@@ -275,27 +275,28 @@ async def connect(
     raise SourceUnavailable(f"{address} cannot be reached: {failure or 'no answer in time'}") from failure
 
 
-async def listen(address: Address, *, backlog: int = 256) -> list[socket.socket]:
-    """Listening sockets for every address of the host. Raises OSError."""
+async def resolve(address: Address) -> list[Address]:
+    """The literal addresses of a host, to listen on. Raises OSError."""
     found = await trio.socket.getaddrinfo(
         address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )
-    listeners: list[socket.socket] = []
+    return list(dict.fromkeys(Address(str(where[0]), int(where[1])) for *_, where in found))
+
+
+def listen(address: Address, *, backlog: int = 256) -> socket.socket:
+    """A listening socket on a literal address. Raises OSError."""
+    sock = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET, socket.SOCK_STREAM)
     try:
-        for family, kind, protocol, _, where in dict.fromkeys(found):
-            sock = socket.socket(family, kind, protocol)
-            listeners.append(sock)
-            sock.setblocking(False)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            sock.bind(where)
-            sock.listen(backlog)
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if sock.family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind((address.host, address.port))
+        sock.listen(backlog)
     except OSError:
-        for sock in listeners:
-            sock.close()
+        sock.close()
         raise
-    return listeners
+    return sock
 
 
 async def accept(listener: socket.socket) -> tuple[socket.socket, str]:

@@ -1,0 +1,373 @@
+"""What every local tier promises: warm on a disk directory, warm over two, hot on a tmpfs."""
+
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from tests.local_tiers import BLOCK, Content, PoolLease, buffer, object_files, run, running
+from tierfs.blocks.ids import ObjectKey, digest_block
+from tierfs.blocks.spans import Span
+from tierfs.tiers.interface import Offer
+from tierfs.tiers.local import DirectoryTier
+
+MakeTier = Callable[..., DirectoryTier]
+SHM = Path("/dev/shm")
+
+
+class Kit:
+    """Makes tiers of one kind, again and again on the same directories."""
+
+    def __init__(self, kind: str, paths: list[Path]) -> None:
+        self.kind = kind
+        self.paths = paths
+        self.hot = kind == "hot"
+
+    def tier(self, **more: Any) -> DirectoryTier:
+        settings: dict[str, Any] = {"capacity_bytes": 64 << 20, "mapped": self.hot, "probe_s": 0.05, **more}
+        return DirectoryTier(self.kind, self.paths, **settings)
+
+    def files(self) -> list[Path]:
+        return [file for path in self.paths for file in object_files(path)]
+
+
+@pytest.fixture(params=["warm", "warm-two", "hot"])
+def kit(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Kit]:
+    if request.param == "hot":
+        if not SHM.is_dir():
+            pytest.skip("no /dev/shm here")
+        root = SHM / f"tierfs-test-{uuid.uuid4().hex}"
+        yield Kit("hot", [root])
+        shutil.rmtree(root, ignore_errors=True)
+    elif request.param == "warm-two":
+        yield Kit("warm", [tmp_path / "a", tmp_path / "b"])
+    else:
+        yield Kit("warm", [tmp_path / "tier"])
+
+
+def test_offered_blocks_become_resident_and_read_back(kit: Kit) -> None:
+    async def test() -> None:
+        # the last block is neither whole nor a multiple of a page
+        contents = [Content(seed, 5 * BLOCK + 4097 + seed) for seed in range(4)] + [Content(9, 17)]
+        async with running(kit.tier()) as tier:
+            for content in contents:
+                assert not tier.resident(content.key, 0)
+                assert await content.fill(tier) == len(content.blocks)
+            for content in contents:
+                assert tier.resident_bytes(content.key) == len(content.bytes)
+                assert tier.digest(content.key, 0) == digest_block(content.block(0))
+                assert await content.hits(tier) == len(content.blocks)
+            for file in kit.files():
+                assert file.stat().st_size in {len(content.bytes) for content in contents}
+            statistics = tier.statistics()
+            assert statistics.state == "ok"
+            assert statistics.objects == len(contents) == len(kit.files())
+            assert statistics.written_bytes == sum(len(content.bytes) for content in contents)
+            assert statistics.queued_bytes == 0
+            assert statistics.used_bytes == sum(file.stat().st_blocks * 512 for file in kit.files())
+
+    run(test)
+
+
+def test_every_accepted_lease_is_released_once(kit: Kit) -> None:
+    async def test() -> None:
+        content = Content(1, 20 * BLOCK)
+        leases: list[PoolLease] = []
+        async with running(kit.tier()) as tier:
+            assert all(content.offer(tier, number, leases) is Offer.ACCEPTED for number in content.blocks)
+            assert content.offer(tier, 0) is Offer.RESIDENT  # under way counts as had
+            await tier.flush()
+            assert [lease.released for lease in leases] == [1] * 20
+            assert content.offer(tier, 3) is Offer.RESIDENT
+
+    run(test)
+
+
+def test_leases_come_back_when_the_tier_stops_at_once(kit: Kit) -> None:
+    async def test() -> None:
+        content = Content(1, 40 * BLOCK)
+        leases: list[PoolLease] = []
+        started = trio.current_time()
+        async with running(kit.tier()) as tier:
+            for number in content.blocks:
+                content.offer(tier, number, leases)
+        assert trio.current_time() - started < 5
+        assert [lease.released for lease in leases] == [1] * 40
+        assert content.offer(tier, 0) is Offer.FAILED
+        assert not await tier.read_block(content.key, 0, buffer(BLOCK))
+
+    run(test)
+
+
+def test_spans_are_answered_only_from_verified_blocks(kit: Kit) -> None:
+    async def test() -> None:
+        content = Content(1, 3 * BLOCK + 100)
+        span, tail = Span(1, 4000, 5000), Span(3, 50, 50)
+        async with running(kit.tier()) as tier:
+            await content.fill(tier)
+            if not kit.hot:  # what came from a buffer is proved in memory, not on a disk
+                assert tier.read_nowait(content.key, span) is None
+                assert await tier.read_span(content.key, span) is None
+            for number in (1, 3):
+                assert await content.read(tier, number) == content.block(number)
+            assert await tier.read_span(content.key, span) == content.block(1)[4000:9000]
+            assert await tier.read_span(content.key, tail) == content.block(3)[50:100]
+            view = tier.read_nowait(content.key, span)
+            if kit.hot:
+                assert view is not None
+            again = tier.read_nowait(content.key, tail)
+            if view is not None:  # (a file system without RWF_NOWAIT never answers)
+                assert view == content.block(1)[4000:9000]
+                assert again == content.block(3)[50:100]
+            assert await tier.read_span(content.key, Span(9, 0, 1)) is None
+            assert tier.read_nowait(ObjectKey(bytes(16)), span) is None
+
+    run(test)
+
+
+def test_views_stay_good_while_later_reads_are_answered(kit: Kit) -> None:
+    async def test() -> None:
+        content = Content(1, 40 * BLOCK)
+        async with running(kit.tier()) as tier:
+            await content.fill(tier)
+            assert await content.hits(tier) == 40
+            for number in content.blocks:  # into the page cache
+                await tier.read_span(content.key, Span(number, 0, BLOCK))
+            views = [tier.read_nowait(content.key, Span(number, 0, BLOCK)) for number in content.blocks]
+            for number, view in enumerate(views):
+                assert view is None or view == content.block(number)
+            if kit.hot:
+                assert None not in views
+
+    run(test)
+
+
+def test_residency_survives_a_restart_where_it_can(kit: Kit) -> None:
+    async def test() -> None:
+        content = Content(1, 3 * BLOCK + 100)
+        async with running(kit.tier()) as tier:
+            await content.fill(tier)
+        async with running(kit.tier()) as tier:
+            if kit.hot:
+                assert tier.resident_bytes(content.key) == 0
+                assert kit.files() == []
+            else:
+                assert tier.resident_bytes(content.key) == len(content.bytes)
+                assert await tier.read_span(content.key, Span(0, 0, 10)) is None  # first a whole block
+                assert await content.hits(tier) == 4
+                assert tier.statistics().used_bytes >= len(content.bytes)
+
+    run(test)
+
+
+def test_evicted_object_gives_its_space_back(kit: Kit) -> None:
+    async def test() -> None:
+        content, other = Content(1, 4 * BLOCK), Content(2, 4 * BLOCK)
+        async with running(kit.tier()) as tier:
+            await content.fill(tier)
+            await other.fill(tier)
+            before = tier.statistics().used_bytes
+            assert await tier.evict(content.key) >= len(content.bytes)
+            assert not tier.resident(content.key, 0)
+            assert await content.read(tier, 0) is None
+            assert tier.statistics().used_bytes <= before - len(content.bytes)
+            assert tier.statistics().evicted_blocks == 4
+            assert len(kit.files()) == 1
+            assert await tier.evict(content.key) == 0
+            assert await content.fill(tier) == 4  # and it can come again
+            assert await content.hits(tier) == 4
+
+    run(test)
+
+
+def test_pinned_object_is_not_evicted(kit: Kit) -> None:
+    async def test() -> None:
+        first, second = Content(1, 8 * BLOCK, model="one"), Content(2, 8 * BLOCK, model="two")
+        async with running(kit.tier(capacity_bytes=10 * BLOCK)) as tier:
+            await first.fill(tier)
+            tier.pin(first.key)
+            tier.pin(first.key)
+            tier.unpin(first.key)
+            assert await tier.evict(first.key) == 0
+            assert await second.fill(tier) < 8
+            assert await first.hits(tier) == 8
+            assert tier.statistics().bypassed_blocks > 0
+            tier.unpin(first.key)
+            assert await second.fill(tier) > 0
+            assert await first.hits(tier) == 0
+            assert await second.hits(tier) == 8
+
+    run(test)
+
+
+def test_capacity_is_never_exceeded(kit: Kit) -> None:
+    async def test() -> None:
+        capacity = 40 * BLOCK
+        async with running(kit.tier(capacity_bytes=capacity)) as tier:
+            for seed in range(12):
+                content = Content(seed, 7 * BLOCK + 5, model=str(seed))
+                tier.touch(content.key)
+                for number in content.blocks:
+                    content.offer(tier, number)
+                    allocated = sum(file.stat().st_blocks * 512 for file in kit.files() if file.exists())
+                    assert allocated <= capacity
+                await tier.flush()
+                assert tier.statistics().used_bytes <= capacity
+            assert await content.hits(tier) == len(content.blocks)
+            assert tier.statistics().evicted_blocks > 0
+
+    run(test)
+
+
+def test_second_pass_over_a_model_larger_than_the_tier_hits_for_most_of_it(kit: Kit) -> None:
+    async def test() -> None:
+        capacity = 64 * BLOCK
+        shards = [Content(seed, 12 * BLOCK, model="big") for seed in range(8)]  # 96 blocks
+        old = Content(99, 20 * BLOCK, model="old")
+        async with running(kit.tier(capacity_bytes=capacity)) as tier:
+            await old.fill(tier)
+            for shard in shards:
+                await shard.fill(tier)
+            hits = 0
+            for shard in shards:
+                tier.touch(shard.key)
+                hits += await shard.hits(tier)
+                for number in shard.blocks:
+                    shard.offer(tier, number)
+            assert hits >= 0.85 * 64
+            assert await old.hits(tier) == 0  # a colder model gives way to it
+
+    run(test)
+
+
+def test_full_write_queue_refuses_and_counts(kit: Kit) -> None:
+    async def test() -> None:
+        content = Content(1, 10 * BLOCK)
+        async with running(kit.tier(write_queue_bytes=4 * BLOCK)) as tier:
+            answers = [content.offer(tier, number) for number in content.blocks]  # no checkpoint: nothing is written
+            assert answers == [Offer.ACCEPTED] * 4 + [Offer.FULL] * 6
+            assert tier.statistics().skipped_blocks == 6
+            await tier.flush()
+            assert await content.hits(tier) == 4
+
+    run(test)
+
+
+@pytest.mark.parametrize("fuller", ["version", "content", "only version", "only content"])
+def test_version_and_content_become_one_object(kit: Kit, fuller: str) -> None:
+    async def test() -> None:
+        content = Content(1, 6 * BLOCK)
+        by_content, version = content.key, ObjectKey(b"v" * 16)
+        counts = {"version": (5, 2), "content": (2, 5), "only version": (5, 0), "only content": (0, 5)}[fuller]
+        tier_settings = {"capacity_bytes": 64 << 20}
+        async with running(kit.tier(**tier_settings)) as tier:
+            for key, count in zip((version, by_content), counts, strict=True):
+                for number in range(count):
+                    lease = PoolLease(content.block(number))
+                    facts = content.facts.__class__(key, 6 * BLOCK, BLOCK, b"p", b"m")
+                    assert tier.offer(facts, number, digest_block(content.block(number)), lease) is Offer.ACCEPTED
+            await tier.flush()
+            tier.pin(version)
+            tier.alias(version, by_content)
+            tier.alias(version, by_content)
+            for key in (version, by_content):
+                assert tier.resident_bytes(key) == 5 * BLOCK
+                target = buffer(BLOCK)
+                assert await tier.read_block(key, 4, target)
+                assert target == content.block(4)
+            assert await tier.evict(by_content) == 0  # the pin went along
+            tier.unpin(by_content)
+            assert content.offer(tier, 5) is Offer.ACCEPTED
+            await tier.flush()
+        if kit.hot:
+            return
+        async with running(kit.tier(**tier_settings)) as tier:
+            assert tier.statistics().objects == 1
+            assert tier.resident_bytes(by_content) == 6 * BLOCK
+            if fuller in ("version", "only version"):  # what the tier itself stored under both keys
+                assert tier.resident_bytes(version) == 6 * BLOCK
+            assert await content.hits(tier) == 6
+            assert await tier.evict(by_content) > 0
+            assert kit.files() == []
+
+    run(test)
+
+
+def test_concurrent_reads_fills_and_evictions_never_give_a_wrong_byte(kit: Kit) -> None:
+    async def test() -> None:
+        contents = [Content(seed, 6 * BLOCK + seed * 100, model=str(seed)) for seed in range(4)]
+        async with running(kit.tier(open_objects=2)) as tier:
+
+            async def reader(content: Content) -> None:
+                for _ in range(6):
+                    await content.hits(tier)
+                    for number in content.blocks:
+                        span = Span(number, 10, content.length(number) - 10)
+                        data = await tier.read_span(content.key, span)
+                        assert data is None or data == content.block(number)[10:]
+
+            async def churner(content: Content) -> None:
+                for _ in range(4):
+                    await content.fill(tier)
+                    await tier.evict(content.key)
+
+            async with trio.open_nursery() as nursery:
+                for content in contents:
+                    nursery.start_soon(reader, content)
+                    nursery.start_soon(churner, content)
+            statistics = tier.statistics()
+            assert statistics.corrupt_blocks == 0
+            assert statistics.used_bytes == 0
+            assert kit.files() == []
+
+    run(test)
+
+
+def test_hot_views_survive_the_eviction_of_their_object(kit: Kit) -> None:
+    if not kit.hot:
+        pytest.skip("only hot gives views of a mapping")
+
+    async def test() -> None:
+        content = Content(1, 2 * BLOCK)
+        async with running(kit.tier()) as tier:
+            await content.fill(tier)
+            view = tier.read_nowait(content.key, Span(1, 0, BLOCK))
+            assert view is not None
+            await tier.evict(content.key)
+            assert view == content.block(1)
+            read_end, write_end = os.pipe()
+            os.write(write_end, view[:4096])
+            assert os.read(read_end, 4096) == content.block(1)[:4096]
+            os.close(read_end)
+            os.close(write_end)
+
+    run(test)
+
+
+def test_two_devices_share_the_objects(tmp_path: Path) -> None:
+    async def test() -> None:
+        paths = [tmp_path / "a", tmp_path / "b"]
+        contents = [Content(seed, 3 * BLOCK) for seed in range(10)]
+        async with running(DirectoryTier("warm", paths, capacity_bytes=64 << 20, mapped=False)) as tier:
+            for content in contents:
+                await content.fill(tier)
+            assert [len(object_files(path)) for path in paths] == [5, 5]
+            assert len(tier.statistics().devices) == 2
+
+    run(test)
+
+
+def test_automatic_capacity_counts_one_file_system_once(tmp_path: Path) -> None:
+    async def test() -> None:
+        space = os.statvfs(tmp_path)
+        tier = DirectoryTier("warm", [tmp_path / "a", tmp_path / "b"], capacity_bytes=None, mapped=False)
+        async with running(tier):
+            capacity = tier.statistics().capacity_bytes
+            assert 0.5 * space.f_bavail * space.f_frsize < capacity < space.f_bavail * space.f_frsize
+
+    run(test)

@@ -1,0 +1,73 @@
+#!/usr/bin/env bash
+# Every test: bash tests/run.sh [--fast] [PYTEST ARGUMENT...]
+#
+# Installs what is missing (see examples/setup.sh), then ruff, mypy and pytest; ends non-zero if any of them complains,
+# or if the tests left a mount or a process behind. --fast stays under a minute: no slow tests, of the real mounts only
+# those marked smoke, and no demo models.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$root"
+. examples/cleanup.sh
+
+extras=(test demo)
+select="not bench"
+arguments=()
+for argument in "$@"; do
+    if [ "$argument" = --fast ]; then
+        extras=(test)
+        select="not bench and not slow and not vm and (not fuse or smoke)"
+    else
+        arguments+=("$argument")
+    fi
+done
+
+# A run that was killed outright could not clean up: its directory carries its pid.
+for old in /tmp/tierfs-tests.*; do
+    pid=${old#/tmp/tierfs-tests.}
+    pid=${pid%%.*}
+    if [ -d "$old" ] && [ -O "$old" ] && ! kill -0 "$pid" 2>/dev/null; then
+        unmount_under "$old"
+        [ -n "$(mounts_under "$old")" ] || rm -rf --one-file-system "$old"
+    fi
+done
+
+work=$(mktemp -d "/tmp/tierfs-tests.$$.XXXXXX")
+export TIERFS_RUN="tests-$$-${work##*.}"
+finish() {
+    trap '' INT TERM HUP
+    unmount_under "$work" .venv/bin/tierfs
+    end_marked "$TIERFS_RUN" 10
+    [ -n "$(mounts_under "$work")" ] || rm -rf --one-file-system "$work"
+}
+trap finish EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+trap 'exit 129' HUP
+
+# In the background and waited for: a trap then runs at once, not when the command ends.
+run() {
+    "$@" </dev/null &
+    wait $!
+}
+
+run bash examples/setup.sh "${extras[@]}"
+
+failed=()
+run .venv/bin/ruff check . || failed+=(ruff)
+run .venv/bin/mypy || failed+=(mypy)
+run .venv/bin/python -m pytest -m "$select" --basetemp="$work/t" ${arguments[@]+"${arguments[@]}"} || failed+=(pytest)
+
+left=$(mounts_under "$work")
+if [ -n "$left" ]; then
+    printf 'tests/run.sh: the tests left a mount: %s\n' $left >&2
+    failed+=(mounts)
+fi
+for pid in $(marked_pids "$TIERFS_RUN"); do
+    printf 'tests/run.sh: the tests left a process: %s %s\n' "$pid" "$(tr '\0' ' ' <"/proc/$pid/cmdline" || true)" >&2
+    failed+=(processes)
+done
+if [ ${#failed[@]} -gt 0 ]; then
+    echo "tests/run.sh: failed: ${failed[*]}" >&2
+    exit 1
+fi
