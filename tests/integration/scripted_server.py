@@ -1,5 +1,6 @@
 """A server that keeps the protocol as far as a test wants it to: to see what a client makes of the rest."""
 
+import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -106,9 +107,8 @@ class Script:
 async def scripted(script: Script) -> AsyncIterator[str]:
     """Run it; the url of its export."""
     async with trio.open_nursery() as nursery:
-        listeners = await nursery.start(lambda task_status: trio.serve_tcp(
-            script.serve, script.port, host="127.0.0.1", task_status=task_status
-        ))  # fmt: skip
+        serve = functools.partial(trio.serve_tcp, script.serve, script.port, host="127.0.0.1")
+        listeners = await nursery.start(serve)
         script.port = listeners[0].socket.getsockname()[1]
         yield f"tierfs://127.0.0.1:{script.port}/"
         nursery.cancel_scope.cancel()

@@ -16,7 +16,7 @@ DIGESTS = bytes(range(48))
 
 def _changed(**changes: object) -> FileFacts:
     fields = {name: getattr(FACTS, name) for name in FACTS.__struct_fields__}
-    return FileFacts(**{**fields, **changes})  # type: ignore[arg-type]
+    return FileFacts(**{**fields, **changes})
 
 
 def test_digests_outlive_the_store_object(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Frames: every rule of the header has its refusal, and no input makes the parser crash or hold more than its limits."""
+"""Frames: every rule of the header has its refusal, and no input makes the parser crash or hold too much."""
 
 import struct
 

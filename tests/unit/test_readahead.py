@@ -192,6 +192,28 @@ def test_streams_nobody_reads_any_more_make_room_for_new_ones() -> None:
         assert readahead.stream_count <= 8
 
 
+def test_new_streams_are_not_kept_out_by_ones_nobody_reads_any_more() -> None:
+    readahead = make(streams_max=8)
+    for stream in range(8):
+        for step in range(64):
+            readahead.observe(stream * (1 << 30) + step * MIB, MIB)
+    assert readahead.established_count == 8
+    for step in range(32):
+        plans = [readahead.observe(base * (1 << 30) + step * MIB, MIB) for base in (20, 30)]
+    assert all(plan.sequential for plan in plans)
+
+
+def test_a_request_belongs_to_the_nearest_stream() -> None:
+    readahead = make()
+    for step in range(8):
+        for start in (100, 108):
+            readahead.observe(start * MIB + step * 128 * KIB, 128 * KIB)
+    assert readahead.established_count == 2
+    readahead.observe(109 * MIB + 512 * KIB, MIB)  # near enough to both
+    planned = [block for offset in range(101, 105) for block in readahead.observe(offset * MIB, MIB).blocks]
+    assert planned == [27, 28]
+
+
 def test_after_several_random_windows_nothing_is_prefetched() -> None:
     rng = random.Random(2)
     readahead = make(size_bytes=1 << 50)  # so large that no jump lands near an old stream
@@ -213,6 +235,15 @@ def test_long_runs_bring_trust_back() -> None:
     assert sum(len(plan.blocks) for plan in plans) >= 60
     readahead.observe(3 << 30, MIB)
     assert readahead.observe((3 << 30) + MIB, MIB).blocks
+
+
+def test_in_doubt_a_window_is_no_longer_than_the_run() -> None:
+    readahead = make()
+    for jump in range(40):
+        readahead.observe((jump + 8) << 30, 4096)
+    for step in range(40):
+        readahead.observe((1 << 30) + step * MIB, MIB)
+    assert 4 * BLOCK <= readahead.window_bytes <= 10 * BLOCK
 
 
 def test_the_first_window_shrinks_with_doubt_to_none() -> None:
@@ -253,6 +284,17 @@ def test_readers_that_meet_become_one_stream() -> None:
     for offset in range(0, 40 * MIB, MIB):
         readahead.observe(offset, MIB)
     assert readahead.stream_count == 1
+
+
+def test_a_reader_that_catches_up_goes_on_with_the_plan_it_finds_there() -> None:
+    readahead = make()
+    for offset in range(0, 256 * MIB, MIB):
+        readahead.observe(offset, MIB)
+    assert readahead.window_bytes == 256 * MIB
+    for offset in range(224 * MIB, 256 * MIB, MIB):
+        readahead.observe(offset, MIB)
+    assert readahead.stream_count == 1
+    assert readahead.observe(256 * MIB, MIB).blocks == range(128, 129)
 
 
 # -- plans that were not carried out ------------------------------------------------------------------------------
@@ -351,6 +393,9 @@ def test_the_next_file_goes_on_with_the_window_it_was_given() -> None:
 def test_a_window_longer_than_the_next_file_goes_on_to_the_one_after() -> None:
     following = make(size_bytes=10 * MIB)
     assert following.expect(24 * MIB) == Plan(range(3), True, 14 * MIB)
+    assert following.expect(24 * MIB) == Plan(sequential=True)
+    assert following.expect(25 * MIB).next_file_bytes == 0  # windows are whole blocks
+    assert following.expect(28 * MIB).next_file_bytes == 18 * MIB
     assert make(size_bytes=0).expect(24 * MIB) == Plan(next_file_bytes=24 * MIB)
 
 

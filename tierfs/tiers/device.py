@@ -32,6 +32,7 @@ READ_THREADS = 8  # an NVMe device wants several requests at once; more than thi
 WRITE_THREADS = 4
 _SPEED_SHARE = 0.2  # of a new measurement in the moving average
 _PROBE_MAX_S = 60.0
+NOT_OPENED = "not opened yet"
 # These say that the directory or its device is not there any more, rather than that one request failed.
 GONE = frozenset((errno.ENOENT, errno.ENODEV, errno.ENXIO, errno.ESTALE, errno.ENOTDIR))
 
@@ -64,7 +65,7 @@ class Device:
         self.root = root
         self.store = ObjectStore(root, mapped=mapped)
         self.state = "lost"
-        self.reason = "not opened yet"
+        self.reason = NOT_OPENED
         self.queue: collections.deque[Write] = collections.deque()
         self.work = trio.Event()
         self.reclaim = trio.Event()
@@ -230,7 +231,7 @@ class Device:
 
     def recovered(self) -> None:
         """A probe succeeded. The back-off is kept until a real write has succeeded too."""
-        if self.state != "ok":
+        if self.reason not in ("", NOT_OPENED):
             _log.warning("tier device in service path=%s was=%r", self.root, self.reason)
         self.state, self.reason = "ok", ""
 

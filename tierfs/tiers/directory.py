@@ -95,6 +95,7 @@ class DirectorySource:
 
         self._device = 0  # of the root, when it was scanned
         self._tree = b""  # digest of the entries that are published
+        self.scans = 0  # how many scans succeeded in this life
         self._publication: Publication | None = None
         self._changed = trio.Event()  # replaced at every publication
         self._contents_grew = trio.Event()
@@ -311,6 +312,7 @@ class DirectorySource:
         if device != self._device:  # mounted again, with the same tree
             self._device = device
             self._digester.begin(device)
+        self.scans += 1
         self._set_state("connected", "")
 
     def _tree_digest(self, scan: Scan) -> bytes:

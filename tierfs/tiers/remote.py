@@ -207,7 +207,9 @@ class RemoteSource:
                 finally:
                     self._remove(link)
             if not self._links:
-                self._refusal = failure if isinstance(failure, _REFUSALS) else None
+                # What ended a connection that had been made is no reason not to make it again.
+                refused = connected_s is None and isinstance(failure, _REFUSALS)
+                self._refusal = failure if refused else None
                 self._set_state("down", str(failure))
             if connected_s is not None and trio.current_time() - connected_s > _BACKOFF_LAST_S:
                 backoff_s = _BACKOFF_FIRST_S

@@ -105,7 +105,7 @@ class Residency:
             return self._load()
         except sqlite3.DatabaseError as error:
             self._close()
-            if error.sqlite_errorcode & 0xFF in _DEVICE_ERRORS:
+            if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF in _DEVICE_ERRORS:
                 raise
             aside = self._move_aside()
             _log.error("residency unreadable database=%s moved_to=%s reason=%r", self._path, aside, str(error))
