@@ -23,7 +23,7 @@ _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 def drop_caches(files: Iterable[Path]) -> None:
-    """Write dirty pages out and drop clean ones: those of `files`, and as root all others too, with names and attributes."""
+    """Write dirty pages, drop clean ones: those of `files`, as root all others too, with names and attributes."""
     os.sync()
     with contextlib.suppress(PermissionError):
         Path("/proc/sys/vm/drop_caches").write_text("3\n")

@@ -144,7 +144,7 @@ class Workspace:
         self, command: Sequence[str], *, timeout_s: float = 60, environment: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
         """Run a short command to its end. Raises PeerFailed with its last words."""
-        name = " ".join(Path(word).name if index == 0 else word for index, word in enumerate(command[:2]))
+        name = " ".join([*(command[2:4] if command[1:2] == ["-m"] else [Path(command[0]).name, *command[1:2]])])
         # The output goes to a file: a pipe would stay open in a daemon that the command leaves behind.
         output = self.directory / "command.out"
         with output.open("wb") as file:

@@ -278,8 +278,8 @@ class TierfsTree(Tierfs):
     def remount(self) -> float:
         """Unmount, mount; returns the seconds until the mount command returned and a first entry was listed."""
         self.unmount_export()
+        took_s = self.mount_export()
         start = monotonic()
-        self.mount_export()
         with os.scandir(self.mount) as entries:
             next(entries)
-        return monotonic() - start
+        return took_s + monotonic() - start

@@ -272,7 +272,7 @@ ALL = (
     Workload(
         "mount",
         "mount the export of the small files",
-        "1/s",
+        "mounts/s",
         (ours.TierfsTree,),
         mounting,
         (Bar("tierfs directory", None, 1 / 3, "under 3 s"),),

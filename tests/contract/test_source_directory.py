@@ -3,6 +3,7 @@
 import logging
 import os
 import random
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -226,6 +227,23 @@ async def _read_until_lasting(source: DirectorySource, version: VersionId, block
         await _read(source, version, Span(block, 0, BLOCK))
 
 
+def test_a_digest_of_a_file_that_could_still_change_without_a_trace_is_not_remembered(
+    export: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (export / "f").write_bytes(_bytes(BLOCK))
+    monkeypatch.setattr(directory_files, "TICK_NS", 10**15)  # as if the file's clock had not ticked since
+
+    async def body() -> None:
+        async with _running(_source(export, digest=False)) as source:
+            version = _version(await source.publication(), b"f")
+            await _read(source, version, Span(0, 0, BLOCK))
+            async with source.open_block(version, 0) as reading:
+                assert reading.fd is None
+            assert source.statistics().digested_bytes == 0
+
+    _run(body)
+
+
 def test_unfinished_digests_are_kept_across_a_restart(export: Path, tmp_path: Path) -> None:
     (export / "f").write_bytes(_bytes(4 * BLOCK))
 
@@ -299,6 +317,26 @@ def test_never_a_byte_of_another_version(export: Path, change: str, opened_befor
                 async with source.open_block(version, 1):
                     pass
             assert source.statistics().failed_requests == 2
+
+    _run(body)
+
+
+def test_a_file_that_changes_while_it_is_read_is_stale(export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (export / "f").write_bytes(_bytes(2 * BLOCK))
+    real_preadv = os.preadv
+
+    def read_then_change(fd: int, buffers: list[memoryview], offset: int) -> int:
+        count = real_preadv(fd, buffers, offset)
+        _write_at(export / "f", 2 * BLOCK - 1, b"?")
+        return count
+
+    async def body() -> None:
+        async with _running(_source(export, digest=False, rescan_s=600.0)) as source:
+            version = _version(await source.publication(), b"f")
+            await _read_until_lasting(source, version, 0)
+            monkeypatch.setattr(os, "preadv", read_then_change)
+            with pytest.raises(StaleVersion):
+                await _read(source, version, Span(0, 10, 10))
 
     _run(body)
 
@@ -477,6 +515,36 @@ def test_the_directory_may_come_later_vanish_and_come_back(
     with caplog.at_level(logging.INFO):
         _run(body)
     assert caplog.text.count("state=down") == 2, "changes are logged, not each scan"
+
+
+def test_a_file_system_that_is_not_mounted_is_not_an_empty_export(export: Path, tmp_path: Path) -> None:
+    """Another device under the root, and nothing in it: what is left when a mount goes away."""
+    if not os.access("/dev/shm", os.W_OK) or os.stat("/dev/shm").st_dev == os.stat(tmp_path).st_dev:
+        pytest.skip("needs a second file system at /dev/shm")
+    data = _bytes(BLOCK)
+    (export / "f").write_bytes(data)
+    root = tmp_path / "root"
+    root.symlink_to(export)
+
+    def point_to(target: str | Path) -> None:
+        (tmp_path / "next").symlink_to(target)
+        os.rename(tmp_path / "next", root)
+
+    async def body(mountpoint: str) -> None:
+        async with _running(_source(root, rescan_s=0.02)) as source:
+            found = await _until(source, _all_digested)
+            point_to(mountpoint)
+            await _state(lambda: source.statistics().state == "down")
+            assert "is its file system mounted?" in source.statistics().reason
+            with pytest.raises(SourceUnavailable, match="another device"):
+                await _read(source, _version(found, b"f"), Span(0, 0, BLOCK))
+            assert await source.publication() is found
+            point_to(export)
+            await _state(lambda: source.statistics().state == "connected")
+            assert await _read(source, _version(found, b"f"), Span(0, 0, BLOCK)) == data
+
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as mountpoint:
+        _run(lambda: body(mountpoint))
 
 
 def test_a_path_that_cannot_be_opened_for_another_reason_may_be_tried_again(export: Path, tmp_path: Path) -> None:

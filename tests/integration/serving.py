@@ -2,10 +2,11 @@
 
 import ssl
 import subprocess
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import trio
 
@@ -22,7 +23,20 @@ from tierfs.wire import messages as m
 from tierfs.wire.framing import HEADER_BYTES, parse_header
 
 BLOCK_BYTES = 256 << 10
-SECOND_S = 30.0  # no test waits longer for anything
+DEADLINE_S = 30.0  # no test waits longer for anything
+
+
+def run(main: Callable[[], Awaitable[None]]) -> None:
+    """Run a test's main with a deadline, and close what its raw peers left open."""
+
+    async def bounded() -> None:
+        with trio.fail_after(DEADLINE_S):
+            try:
+                await main()
+            finally:
+                RawPeer.close_all()
+
+    trio.run(bounded)
 
 
 def pattern(size_bytes: int, seed: int = 1) -> bytes:
@@ -151,19 +165,27 @@ async def read_file(source: Source, publication: Publication, name: bytes) -> by
     return bytes(whole)
 
 
-async def eventually(condition: object) -> None:
+async def eventually(condition: Callable[[], bool]) -> None:
     """Wait until a callable is true. The surrounding deadline is the limit."""
-    assert callable(condition)
     while not condition():  # noqa: ASYNC110 - what is waited for is in another process or has no event
         await trio.sleep(0.002)
 
 
 class RawPeer:
-    """A client that sends what a test tells it to, well-formed or not."""
+    """A client that sends what a test tells it to, well-formed or not. Its socket is closed when ``run`` ends."""
 
-    def __init__(self, stream: trio.abc.Stream) -> None:
-        self.stream = stream
+    _sockets: ClassVar[list[trio.socket.SocketType]] = []
+
+    def __init__(self, stream: trio.SocketStream) -> None:
+        self.stream: trio.abc.Stream = stream
+        self._sockets.append(stream.socket)
         self._buffer = bytearray()
+
+    @classmethod
+    def close_all(cls) -> None:
+        for sock in cls._sockets:
+            sock.close()
+        cls._sockets.clear()
 
     @classmethod
     async def connect(cls, port: int, host: str = "127.0.0.1") -> "RawPeer":

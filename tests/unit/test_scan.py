@@ -279,7 +279,7 @@ def test_a_directory_that_changed_a_moment_ago_is_listed_again_when_its_clock_ha
         nonlocal calls
         calls += 1
 
-    (tmp_path / "f").touch()
+    os.symlink("target", tmp_path / "link")
     assert _scan(tmp_path, checkpoint=checkpoint).steady
     fresh, calls = calls, 0
     assert _scan(tmp_path, checkpoint=checkpoint).steady

@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 _CORRUPT_TRIES = 3  # a block the source sends wrong this often in a row is given up for this load
 _BACKOFF_FIRST_S = 0.05
 _BACKOFF_LIMIT_S = 2.0
+_SOURCE_LOADS = 32  # fetches at once: bandwidth x delay of a fast, far source (128 MiB of 4 MiB blocks)
 _LOCAL_LOADS = 8  # whole-block reads from local tiers at once; NVMe is saturated by fewer
 
 
@@ -108,10 +109,8 @@ class BlockCache:
         self._admits = admits
         self._contents: dict[VersionId, ContentId] = {}
         self._loads: dict[BlockKey, Load] = {}
-        source_slots = max(2, min(32, pool.slots // 4))
-        self._source_slots = Slots(source_slots, prefetch_limit=max(1, source_slots * 3 // 4))
-        local_slots = max(2, min(_LOCAL_LOADS, pool.slots // 4))
-        self._local_slots = Slots(local_slots, prefetch_limit=max(1, local_slots * 3 // 4))
+        self._source_slots = Slots(max(2, min(_SOURCE_LOADS, pool.slots // 4)))
+        self._local_slots = Slots(max(2, min(_LOCAL_LOADS, pool.slots // 4)))
         self._source_busy = Busy()
         self._tier_busy = Busy()
         self._nursery: trio.Nursery | None = None
@@ -364,7 +363,9 @@ class BlockCache:
                     raise
                 self.statistics.source_retries += 1
                 log.debug("source-retry path=%r block=%d error=%s", file.path, block, error)
-            await trio.sleep(backoff_s)
+            load.hurry = trio.Event()
+            with trio.move_on_after(backoff_s):
+                await load.hurry.wait()
             backoff_s = min(backoff_s * 2, _BACKOFF_LIMIT_S)
 
     def _keep(

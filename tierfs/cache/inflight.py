@@ -11,6 +11,7 @@ import trio
 
 from tierfs.blocks.errors import TierfsError
 from tierfs.cache.memory import MemoryBlock
+from tierfs.policy.budget import prefetch_fetches
 
 
 @dataclass(eq=False, slots=True)
@@ -23,10 +24,12 @@ class Load:
     block: MemoryBlock | None = None
     error: TierfsError | None = None
     ticket: "Ticket | None" = None
+    hurry: trio.Event = field(default_factory=trio.Event)  # ends the back-off that is under way
 
     def join(self) -> None:
         """A reader waits from now on: the load is demand, and moves ahead of prefetches that queue for a slot."""
         self.waiters += 1
+        self.hurry.set()
         self.demand = True
         if self.ticket is not None:
             self.ticket.promote()
@@ -57,12 +60,11 @@ class Ticket:
 
 
 class Slots:
-    """At most ``limit`` loads at once, of which prefetches hold at most ``prefetch_limit``; demand goes first."""
+    """At most ``limit`` loads at once. Demand goes first, and one slot stays free of prefetch for the next miss."""
 
-    def __init__(self, limit: int, *, prefetch_limit: int) -> None:
-        assert 0 < prefetch_limit <= limit
+    def __init__(self, limit: int) -> None:
+        assert limit > 0
         self.limit = limit
-        self.prefetch_limit = prefetch_limit
         self._demand: deque[Ticket] = deque()
         self._prefetch: deque[Ticket] = deque()
         self._held = 0
@@ -93,7 +95,11 @@ class Slots:
         while self._held < self.limit:
             if self._demand:
                 ticket = self._demand.popleft()
-            elif self._prefetch and self._held_prefetch < self.prefetch_limit:
+            elif self._prefetch and prefetch_fetches(
+                slots=self.limit,
+                demand_fetches=self._held - self._held_prefetch,
+                prefetch_fetches=self._held_prefetch,
+            ):
                 ticket = self._prefetch.popleft()
                 self._held_prefetch += 1
             else:

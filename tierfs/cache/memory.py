@@ -8,6 +8,7 @@ the least recently used. A block that a writer still holds goes last, since drop
 """
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tierfs.blocks.ids import BlockDigest, ObjectKey
@@ -40,6 +41,7 @@ class BlockMemory:
         self._read: OrderedDict[BlockKey, MemoryBlock] = OrderedDict()
         self.prefetched_unread = 0
         self.dropped_unread = 0  # prefetched blocks that went away before anyone read them
+        self.on_wasted: Callable[[BlockKey], None] = lambda key: None  # told of each of those
 
     def __len__(self) -> int:
         return len(self._partly) + len(self._read)
@@ -77,7 +79,7 @@ class BlockMemory:
             for key, block in blocks.items():
                 if block.buffer.holders == 1:
                     del blocks[key]
-                    self._forget(block)
+                    self._forget(key, block)
                     return True
         return False
 
@@ -85,7 +87,7 @@ class BlockMemory:
         """Forget one block, if it is here."""
         block = self._partly.pop(key, None) or self._read.pop(key, None)
         if block is not None:
-            self._forget(block)
+            self._forget(key, block)
 
     def rename(self, old: ObjectKey, new: ObjectKey) -> None:
         """Blocks known by one key are known by another from now on; where both have a block, the new one's stays."""
@@ -98,14 +100,15 @@ class BlockMemory:
 
     def clear(self) -> None:
         """Forget all blocks."""
-        for block in (*self._partly.values(), *self._read.values()):
-            self._forget(block)
+        for key, block in (*self._partly.items(), *self._read.items()):
+            self._forget(key, block)
         self._partly.clear()
         self._read.clear()
 
-    def _forget(self, block: MemoryBlock) -> None:
+    def _forget(self, key: BlockKey, block: MemoryBlock) -> None:
         if block.prefetched:
             block.prefetched = False
             self.prefetched_unread -= 1
             self.dropped_unread += 1
+            self.on_wasted(key)
         block.buffer.release()

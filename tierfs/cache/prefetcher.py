@@ -1,9 +1,8 @@
 """The prefetcher: takes planned blocks from file views and loads them as far as the budget allows.
 
 A file view puts plans in without waiting. Each file has a short queue; files take turns, so that one stream does not
-starve another. The budget is the pool's: blocks prefetched and not yet read, and those on their way, together never
-hold more than half of it. A full queue drops the plan's tail; readahead plans those blocks again when the reader gets
-near them.
+starve another. How much may be prefetched and unread at a time is policy/budget. A full queue drops the plan's tail,
+and says from where on, so that readahead plans it again.
 
     file views ─ plan() ─►  per-file queues  ─ budget ─►  BlockCache.prefetch ─►  loads (after all demand)
 """
@@ -14,9 +13,11 @@ import trio
 
 from tierfs.blocks.errors import SourceUnavailable
 from tierfs.cache.block_cache import BlockCache, FileFacts
+from tierfs.policy.budget import BudgetConfig, Usage, prefetch_blocks
 
 _QUEUED_BLOCKS_PER_FILE = 256
 _QUEUED_FILES = 1024
+_BUDGET = BudgetConfig(share_percent=50)  # of the pool; fetches and blocks being written need buffers, too
 
 
 class Prefetcher:
@@ -26,7 +27,6 @@ class Prefetcher:
         self._cache = cache
         self._queues: OrderedDict[FileFacts, deque[int]] = OrderedDict()
         self._wake = trio.Event()
-        self.budget_blocks = max(1, cache.pool.slots // 2)
         self.dropped_blocks = 0
         cache.on_room = self._signal
 
@@ -64,11 +64,18 @@ class Prefetcher:
             await self._wake.wait()
 
     def _start_what_fits(self) -> None:
-        room = self.budget_blocks - self._cache.memory.prefetched_unread - self._cache.prefetching
+        cache = self._cache
+        prefetching = cache.prefetching
+        usage = Usage(
+            pool_blocks=cache.pool.slots,
+            demand_blocks=cache.loading - prefetching,
+            unread_blocks=cache.memory.prefetched_unread + prefetching,
+        )
+        room = prefetch_blocks(_BUDGET, usage)
         while room > 0 and self._queues:
             file, queue = self._queues.popitem(last=False)
             if queue:
-                room -= self._cache.prefetch(file, queue.popleft())
+                room -= cache.prefetch(file, queue.popleft())
             if queue:
                 self._queues[file] = queue
 

@@ -14,7 +14,7 @@ from tierfs.policy.readahead import Readahead
 
 
 class FileView:
-    """See the head of this file. ``following`` names the shard that comes after this file, if there is one."""
+    """See the head of this file. ``go_on`` is told how much of the window reaches beyond the end of the file."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class FileView:
         cache: BlockCache,
         prefetcher: Prefetcher,
         readahead: Readahead,
-        following: Callable[[], FileFacts | None],
+        go_on: Callable[[int], None],
     ) -> None:
         self.facts = facts
         self.entry = entry
@@ -33,9 +33,8 @@ class FileView:
         self.opens = 0
         self._cache = cache
         self._prefetcher = prefetcher
-        self._readahead = readahead
-        self._following = following
-        self._followed_blocks = 0
+        self.readahead = readahead
+        self._go_on = go_on
 
     async def read(self, offset_bytes: int, length_bytes: int) -> memoryview | bytes | bytearray:
         """Exactly the bytes asked for, clamped at the end of the file: never short, never padded.
@@ -47,11 +46,11 @@ class FileView:
         length_bytes = min(length_bytes, facts.size_bytes - offset_bytes)
         if length_bytes <= 0:
             return b""
-        plan = self._readahead.observe(offset_bytes, length_bytes)
+        plan = self.readahead.observe(offset_bytes, length_bytes)
         if plan.blocks:
             dropped = self._prefetcher.plan(facts, plan.blocks)
             if dropped is not None:
-                self._readahead.replan(dropped)
+                self.readahead.replan(dropped)
         if plan.next_file_bytes:
             self._go_on(plan.next_file_bytes)
         parts = list(spans(offset_bytes, length_bytes, self._cache.block_bytes))
@@ -69,13 +68,3 @@ class FileView:
             filled += part.length_bytes
         assert filled == length_bytes
         return result
-
-    def _go_on(self, window_bytes: int) -> None:
-        following = self._following()
-        if following is None:
-            return
-        block_bytes = self._cache.block_bytes
-        wanted = min(-(-window_bytes // block_bytes), -(-following.size_bytes // block_bytes))
-        if wanted > self._followed_blocks:
-            self._prefetcher.plan(following, range(self._followed_blocks, wanted))
-            self._followed_blocks = wanted

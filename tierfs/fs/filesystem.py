@@ -6,11 +6,13 @@ Directory handles keep the tree they were opened on, so that a listing stays sta
 """
 
 import logging
+from collections import OrderedDict
 from collections.abc import Iterator
 
 from tierfs.blocks.errors import NotFound, StaleVersion
 from tierfs.blocks.ids import ObjectKey, VersionId
 from tierfs.cache.block_cache import BlockCache, FileFacts
+from tierfs.cache.memory import BlockKey
 from tierfs.cache.prefetcher import Prefetcher
 from tierfs.catalog.schema import Kind
 from tierfs.formats.shards import following_shard
@@ -20,6 +22,8 @@ from tierfs.fs.tree import Node, Tree
 from tierfs.policy.readahead import Readahead, ReadaheadConfig
 
 log = logging.getLogger(__name__)
+
+_EXPECTED_FILES = 64
 
 
 class Filesystem:
@@ -42,6 +46,8 @@ class Filesystem:
         self._views: dict[int, FileView] = {}  # by inode number
         self._directories: dict[int, tuple[Tree, int]] = {}  # by handle: the tree and the directory's inode number
         self._next_directory = 1
+        self._expected: OrderedDict[int, Readahead] = OrderedDict()  # of files a loader will open next
+        cache.memory.on_wasted = self._wasted
         # Version -> a symlink that leads to it (hub cache: the snapshot's name of a blob); built on first use.
         self._linked_names: dict[bytes, Node] | None = None
 
@@ -96,8 +102,8 @@ class Filesystem:
                 links=self.tree.links(node),
                 cache=self.cache,
                 prefetcher=self._prefetcher,
-                readahead=Readahead(self._readahead, size_bytes=facts.size_bytes, block_bytes=self.cache.block_bytes),
-                following=lambda: self._following(tree, node),
+                readahead=self._expected.pop(inode, None) or self._new_readahead(facts),
+                go_on=lambda window_bytes: self._go_on(tree, node, window_bytes),
             )
             self._views[inode] = view
             for tier in self.cache.tiers:
@@ -161,9 +167,39 @@ class Filesystem:
         """All files at or below a path, each version once. Raises NotFound."""
         return [self.tree.facts(node) for node in self.tree.files_below(self.resolve(path))]
 
-    # -- which file a loader opens next --------------------------------------------------------------------------
+    # -- readahead across files -----------------------------------------------------------------------------------
 
-    def _following(self, tree: Tree, node: Node) -> FileFacts | None:
+    def _new_readahead(self, facts: FileFacts) -> Readahead:
+        return Readahead(self._readahead, size_bytes=facts.size_bytes, block_bytes=self.cache.block_bytes)
+
+    def _go_on(self, tree: Tree, node: Node, window_bytes: int) -> None:
+        """A stream's window reaches that far beyond the end of a file: into the shards that follow it."""
+        while window_bytes > 0:
+            following = self._following(tree, node)
+            if following is None:
+                return
+            node = following
+            facts = tree.facts(node)
+            view = self._views.get(node.inode)
+            readahead = view.readahead if view is not None else self._expected.get(node.inode)
+            if readahead is None:
+                readahead = self._expected[node.inode] = self._new_readahead(facts)
+                if len(self._expected) > _EXPECTED_FILES:
+                    self._expected.popitem(last=False)
+            plan = readahead.expect(window_bytes)
+            if plan.blocks:
+                dropped = self._prefetcher.plan(facts, plan.blocks)
+                if dropped is not None:
+                    readahead.replan(dropped)
+            window_bytes = plan.next_file_bytes
+
+    def _wasted(self, key: BlockKey) -> None:
+        """A prefetched block was dropped unread: the window of its file is too long for the memory there is."""
+        for view in self._views.values():
+            if self.cache.key(view.facts.version) == key[0]:
+                view.readahead.wasted(range(key[1], key[1] + 1))
+
+    def _following(self, tree: Tree, node: Node) -> Node | None:
         name_node = node
         name = following_shard(node.entry.name, tree.siblings(node).keys())
         if name is None:
@@ -181,7 +217,7 @@ class Filesystem:
             if target is None:
                 return None
             found = target
-        return tree.facts(found) if found.entry.kind is Kind.FILE else None
+        return found if found.entry.kind is Kind.FILE else None
 
     def _links(self, tree: Tree) -> dict[bytes, Node]:
         if tree is not self.tree:

@@ -7,8 +7,7 @@ The prefetcher asks before it starts a block. Pure arithmetic over counts the ca
                    └───────────── at most share × pool ──────────────┘
 
 What must hold: prefetch never takes the last ``reserve`` blocks that demand left, never more than its share of the
-pool, and no stream takes more than its part of that while others are active. The pool may be all demand's; prefetch
-then gets nothing, and `excess_blocks` says how much it should give back.
+pool. The pool may be all demand's; prefetch then gets nothing. Streams take turns in the prefetcher.
 """
 
 from dataclasses import dataclass
@@ -33,10 +32,9 @@ class Usage:
     pool_blocks: int
     demand_blocks: int
     unread_blocks: int
-    streams_active: int
 
     def __post_init__(self) -> None:
-        assert min(self.pool_blocks, self.demand_blocks, self.unread_blocks, self.streams_active) >= 0
+        assert min(self.pool_blocks, self.demand_blocks, self.unread_blocks) >= 0
 
 
 def _room(config: BudgetConfig, usage: Usage) -> int:
@@ -50,22 +48,6 @@ def _room(config: BudgetConfig, usage: Usage) -> int:
 def prefetch_blocks(config: BudgetConfig, usage: Usage) -> int:
     """How many more blocks prefetch may take now, for all streams together; 0 when there is no room."""
     return max(0, _room(config, usage) - usage.unread_blocks)
-
-
-def stream_blocks(config: BudgetConfig, usage: Usage, *, held_blocks: int) -> int:
-    """How many more blocks one stream may take that holds ``held_blocks`` of the unread ones.
-
-    Every active stream has an equal part of the room, at least one block as long as there is any; a stream alone has it
-    all. A part that others do not use yet stays theirs: a stream that starts finds room at once.
-    """
-    room = _room(config, usage)
-    part = max(1, room // max(1, usage.streams_active))
-    return max(0, min(part - held_blocks, room - usage.unread_blocks))
-
-
-def excess_blocks(config: BudgetConfig, usage: Usage) -> int:
-    """How many prefetched, unread blocks are to be dropped first because demand needs the room; 0 when all may stay."""
-    return max(0, usage.unread_blocks - _room(config, usage))
 
 
 def prefetch_fetches(*, slots: int, demand_fetches: int, prefetch_fetches: int) -> int:

@@ -280,7 +280,6 @@ class _Run:
                 pool_blocks=self._sim.pool_blocks,
                 demand_blocks=sum(self._fetching.values()),
                 unread_blocks=len(self._unread) + prefetches,
-                streams_active=sum(one.established_count for one in self._readahead if one),
             )
             if not prefetch_blocks(BudgetConfig(), usage):
                 return

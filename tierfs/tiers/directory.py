@@ -34,7 +34,7 @@ from tierfs.catalog.scan import Scan, scan_tree
 from tierfs.catalog.schema import Catalog, Publication
 from tierfs.tiers.directory_digests import Digester
 from tierfs.tiers.directory_files import Buffers, OpenFiles, check_unchanged, read_block, read_piece
-from tierfs.tiers.directory_versions import Version, Versions
+from tierfs.tiers.directory_versions import Version, Versions, new_versions
 from tierfs.tiers.interface import SourceStatistics
 
 log = logging.getLogger(__name__)
@@ -320,9 +320,11 @@ class DirectorySource:
 
     async def _adopt(self, scan: Scan, device: int, tree: bytes) -> None:
         """Make the scan the new generation."""
-        new = self._versions.unknown(scan.files)
-        nothing: dict[bytes, bytes] = {}
-        stored = await self._with_store(lambda store: store.lookup(new, self._block_bytes), nothing)
+        unknown = self._versions.unknown(scan.files)
+        stored: dict[bytes, bytes] = await self._with_store(
+            lambda store: store.lookup([facts for facts in unknown.values() if facts.size_bytes], self._block_bytes), {}
+        )
+        new = await trio.to_thread.run_sync(new_versions, unknown, stored, self._block_bytes)
         at_least = 1 if self._publication is None else self._publication.catalog.generation + 1
         generation = await self._with_store(lambda store: store.generation(tree, at_least=at_least), 0)
         if not generation:
@@ -332,7 +334,7 @@ class DirectorySource:
         # From here to the publication no checkpoint: readers see the old generation or the new one.
         self._device = device
         self._tree = tree
-        self._versions.adopt(scan.files, stored, generation)
+        self._versions.adopt(scan.files, new, generation)
         self._publish(Catalog(self._name, generation, self._block_bytes, scan.entries))
         self._digester.begin(device)
 

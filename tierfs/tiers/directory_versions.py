@@ -79,6 +79,23 @@ class Version:
     digests: VersionDigests
     generation: int  # the last one that had it
     stored_blocks: int  # how many digests were given to the store
+    content: ContentId | None  # once all digests are known
+
+
+def new_versions(
+    files: Mapping[VersionId, FileFacts], stored: Mapping[bytes, bytes], block_bytes: int
+) -> dict[VersionId, Version]:
+    """What there is to remember of files never seen before; pure, and for many files slow enough for a thread.
+
+    ``stored`` has remembered digests by path, concatenated from block 0 on.
+    """
+    versions = {}
+    for identity, facts in files.items():
+        prefix = stored.get(facts.path, b"")
+        digests = VersionDigests(block_count(facts.size_bytes, block_bytes), prefix)
+        content = digests.content_id(facts.size_bytes) if digests.complete else None
+        versions[identity] = Version(facts, digests, 0, len(prefix) // ID_BYTES, content)
+    return versions
 
 
 class Versions:
@@ -97,27 +114,25 @@ class Versions:
         """The version, or None if it was never seen or is forgotten."""
         return self._all.get(version)
 
-    def unknown(self, files: Mapping[VersionId, FileFacts]) -> list[FileFacts]:
+    def unknown(self, files: Mapping[VersionId, FileFacts]) -> dict[VersionId, FileFacts]:
         """Those of these files that are not remembered."""
-        return [facts for version, facts in files.items() if version not in self._all]
+        return {identity: facts for identity, facts in files.items() if identity not in self._all}
 
-    def adopt(self, files: Mapping[VersionId, FileFacts], stored: Mapping[bytes, bytes], generation: int) -> None:
-        """Make these files the current generation. ``stored`` has remembered digests by path, from block 0 on."""
+    def adopt(self, files: Mapping[VersionId, FileFacts], new: Mapping[VersionId, Version], generation: int) -> None:
+        """Make these files the current generation; ``new`` has the versions of the ``unknown`` ones."""
+        self._all.update(new)
         self.current = files
         self.contents = {}
         self.digested_bytes = self.total_bytes = 0
         for identity, facts in files.items():
-            size = facts.size_bytes
-            version = self._all.get(identity)
-            if version is None:
-                prefix = stored.get(facts.path, b"")
-                digests = VersionDigests(block_count(size, self._block_bytes), prefix)
-                version = self._all[identity] = Version(facts, digests, generation, len(prefix) // ID_BYTES)
+            version = self._all[identity]
             version.generation = generation
-            self.total_bytes += size
-            self.digested_bytes += version.digests.known_bytes(size, self._block_bytes)
-            if version.digests.complete:
-                self.contents[identity] = version.digests.content_id(size)
+            self.total_bytes += facts.size_bytes
+            if version.content is not None:
+                self.contents[identity] = version.content
+                self.digested_bytes += facts.size_bytes
+            else:
+                self.digested_bytes += version.digests.known_bytes(facts.size_bytes, self._block_bytes)
         oldest = generation - GENERATIONS_REMEMBERED
         for identity in [identity for identity, version in self._all.items() if version.generation <= oldest]:
             del self._all[identity]
@@ -137,8 +152,9 @@ class Versions:
                 self._to_store[identity] = version
             return False
         self._to_store[identity] = version
+        version.content = version.digests.content_id(size)
         if current:
-            self.contents[identity] = version.digests.content_id(size)
+            self.contents[identity] = version.content
         return current
 
     def take_to_store(self, *, unfinished: bool = False) -> list[tuple[FileFacts, bytes]]:

@@ -63,8 +63,8 @@ class Entry:
         return block_length(self.size_bytes, self.block_bytes, block)
 
     def has(self, block: int) -> bool:
-        """Whether the block is resident; False for one beyond the end."""
-        return 0 <= block < len(self.resident) and self.resident[block] == 1
+        """Whether the block is resident; False for one beyond the end, or of an object that leaves."""
+        return not self.removing and 0 <= block < len(self.resident) and self.resident[block] == 1
 
     def digest(self, block: int) -> BlockDigest:
         """The digest of a resident block."""

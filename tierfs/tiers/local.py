@@ -344,9 +344,9 @@ class DirectoryTier:
             await self._closer.wait()
             self._closer = trio.Event()
             closable, self._closable = self._closable, []
+            entries = [self._dying.pop(opened, None) for opened in closable]
             await trio.to_thread.run_sync(close_all, closable, limiter=limiter)
-            for opened in closable:
-                entry = self._dying.pop(opened, None)
+            for entry in entries:
                 if entry is not None:
                     self._gone(entry)
 
@@ -491,4 +491,4 @@ class DirectoryTier:
         for gone in self._removed.values():
             gone.set()
         self._descriptors.close()
-        close_all([*self._closable, *(opened for opened in self._dying if not opened.users)])
+        close_all(self._closable)
