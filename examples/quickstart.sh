@@ -49,6 +49,9 @@ finish() {
         unmount_under "$work" "$tierfs"
     fi
     end_marked "$TIERFS_RUN" 10
+    if [ -n "$work" ]; then
+        unmount_under "$work" # a daemon caught while it started may have mounted after the first look
+    fi
     if [ -n "$work" ] && [ -n "$(mounts_under "$work")" ]; then
         echo "quickstart: could not unmount $(mounts_under "$work"); try: umount -l" >&2
     elif [ -n "$work" ] && [ -z "$keep" ]; then

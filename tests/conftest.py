@@ -18,4 +18,6 @@ def _no_fuse() -> str | None:
         return "/dev/fuse cannot be opened"
     if shutil.which("fusermount3") is None:
         return "fusermount3 is not installed"
+    if os.geteuid() != 0:
+        return "tests over mounts drop caches and read other users' files: run them as root"
     return None

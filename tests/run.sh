@@ -38,6 +38,7 @@ finish() {
     trap '' INT TERM HUP
     unmount_under "$work" .venv/bin/tierfs
     end_marked "$TIERFS_RUN" 10
+    unmount_under "$work" # a daemon caught while it started may have mounted after the first look
     [ -n "$(mounts_under "$work")" ] || rm -rf --one-file-system "$work"
 }
 trap finish EXIT

@@ -195,10 +195,13 @@ class Bench:
                 problem=f"thrown out: not cold, {share:.1%} of the pages are in memory",
             )
         first = (workload.name, peer.name) not in self._checked
+        before = peer.counters()
         with Watch(peer.pids(), memory_tier=peer.memory_tier()) as watch:
             result = workload.run(peer, self.reading, first)
         self._checked.add((workload.name, peer.name))
         usage = watch.usage()
+        # A mount that was made anew during the run counts from zero.
+        counted = {name: max(0.0, value - before.get(name, 0)) for name, value in peer.counters().items()}
         return Sample(
             number,
             workload.name,
@@ -211,7 +214,8 @@ class Bench:
             peak_rss_bytes=usage.peak_rss_bytes,
             peak_memory_bytes=usage.peak_memory_bytes,
             memory_limit_bytes=limit_bytes,
-            extra=result.extra,
+            problem=peer.objection(counted),
+            extra={**counted, **result.extra},
         )
 
     def _make_cold(self, peer: other.Peer, *, source_cached: bool) -> float:

@@ -78,9 +78,13 @@ class Peer:
         """The limit on the daemon's memory that it is configured with, if it has one."""
         return None
 
-    def fetched_bytes(self) -> int | None:
-        """Bytes taken from the source since the daemon started, if it counts them."""
-        return None
+    def counters(self) -> dict[str, float]:
+        """What the daemon has counted so far; the differences over a run go into the JSON file."""
+        return {}
+
+    def objection(self, counted: dict[str, float]) -> str:
+        """Why a run that counted so much did not measure what it was meant to; empty if it did."""
+        return ""
 
 
 class Plain(Peer):

@@ -132,9 +132,11 @@ class Tierfs(Peer):
         limit = self.status().get("memory", {}).get("limit_bytes")
         return limit if isinstance(limit, int) else None
 
-    def fetched_bytes(self) -> int | None:
-        fetched = self.status().get("source", {}).get("fetched_bytes")
-        return fetched if isinstance(fetched, int) else None
+    def counters(self) -> dict[str, float]:
+        status = self.status()
+        hits = {f"{name}_hit_blocks": tier["hit_blocks"] for name, tier in status["tiers"].items()}
+        memory_hits = status["memory"].get("hit_blocks", 0)
+        return {"fetched_bytes": status["source"]["fetched_bytes"], "memory_hit_blocks": memory_hits, **hits}
 
     def start(self) -> None:
         self.commands = Commands(self.setting)
@@ -221,10 +223,15 @@ class TierfsWarm(Tierfs):
         self.mount_export()
         self.tierfs("warm", str(self.file), timeout_s=300)
         self.require_resident("warm")
-        # A fresh mount: what the daemon still had in memory from filling the tier is not what is measured.
+
+    def prepare(self) -> None:
+        # A new daemon for every run: blocks that the last one kept in its own memory are no more cold than the page cache.
         self.unmount_export()
         self.mount_export()
         self.require_resident("warm")
+
+    def objection(self, counted: dict[str, float]) -> str:
+        return f"{counted['fetched_bytes']:,.0f} bytes came from the source" if counted["fetched_bytes"] else ""
 
 
 class TierfsHot(Tierfs):
@@ -242,6 +249,11 @@ class TierfsHot(Tierfs):
         self.mount_export()
         self.tierfs("warm", str(self.file), "--tier", "hot", timeout_s=300)
         self.require_resident("hot")
+
+    def objection(self, counted: dict[str, float]) -> str:
+        if counted["fetched_bytes"] or counted["warm_hit_blocks"]:
+            return f"not all from hot: {counted['fetched_bytes']:,.0f} bytes fetched, {counted['warm_hit_blocks']} warm hits"
+        return ""
 
 
 class TierfsCold(Tierfs):

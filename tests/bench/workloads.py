@@ -121,11 +121,11 @@ def require(condition: bool, message: str) -> None:
         raise PeerFailed(f"WRONG BYTES: {message}")
 
 
-def throughput(readings: list[Reading], **extra: float) -> Result:
+def throughput(readings: list[Reading]) -> Result:
     """GiB/s from the first start to the last end."""
     seconds = max(reading["end_s"] for reading in readings) - min(reading["start_s"] for reading in readings)
     total = sum(reading["bytes"] for reading in readings)
-    return Result(rate=total / GIB / seconds, seconds=seconds, bytes=total, extra=extra)
+    return Result(rate=total / GIB / seconds, seconds=seconds, bytes=total)
 
 
 def sequential(peer: other.Peer, options: Options, first: bool) -> Result:
@@ -174,21 +174,14 @@ def random_reads(peer: other.Peer, options: Options, first: bool) -> Result:
 
 def shared(peer: other.Peer, options: Options, first: bool) -> Result:
     """Eight processes read the same cold file at once; the rate is 1 only if each block was fetched exactly once."""
-    before = peer.fetched_bytes()
-    if before is None:
-        raise PeerFailed("status has no source.fetched_bytes")
+    before = peer.counters()["fetched_bytes"]
     readings = read_with("sequential", [peer.file] * SHARED_READERS, "--digest")
     for reading in readings:
         require(reading["checksum"] == peer.setting.large.digest, "one of the readers got other bytes")
-    fetched = (peer.fetched_bytes() or 0) - before
-    result = throughput(readings, fetched_bytes=fetched)
-    copies = fetched / peer.setting.large.size_bytes
-    return Result(
-        rate=1.0 if copies == 1 else 0.0,
-        seconds=result.seconds,
-        bytes=result.bytes,
-        extra={"fetched_blocks_per_block": copies, "read_gib_per_s": result.rate},
-    )
+    copies = (peer.counters()["fetched_bytes"] - before) / peer.setting.large.size_bytes
+    result = throughput(readings)
+    extra = {"fetched_blocks_per_block": copies, "read_gib_per_s": result.rate}
+    return Result(rate=1.0 if copies == 1 else 0.0, seconds=result.seconds, bytes=result.bytes, extra=extra)
 
 
 def listing(*flags: str) -> Run:

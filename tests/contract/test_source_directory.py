@@ -14,6 +14,7 @@ import trio
 from tierfs.blocks.errors import ConfigError, SourceRefused, SourceUnavailable, StaleVersion
 from tierfs.blocks.ids import VersionId, content_id, digest_block
 from tierfs.blocks.spans import Span, block_count, whole_block
+from tierfs.catalog import scan
 from tierfs.catalog.schema import Publication
 from tierfs.tiers import directory_files
 from tierfs.tiers.directory import DirectorySource
@@ -465,6 +466,30 @@ def test_a_request_that_makes_no_sense_is_refused(export: Path) -> None:
                     pass
             with pytest.raises(StaleVersion):
                 await _read(source, VersionId(bytes(16)), Span(0, 0, 1))
+
+    _run(body)
+
+
+def test_a_tree_that_keeps_changing_is_published_when_it_rests(export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (export / "f").write_bytes(b"x")
+    (export / "moving").mkdir()
+
+    async def body() -> None:
+        async with _running(_source(export)) as source:
+            await _until(source, _all_digested)
+            monkeypatch.setattr(scan, "ROUNDS", 0)  # so that one change shortly before the scan is enough
+
+            def change() -> bool:
+                (export / "moving/x").touch()
+                (export / "moving/x").unlink()
+                return "keeps changing" in source.statistics().reason
+
+            (export / "new").write_bytes(b"y")
+            await _state(change)
+            assert source.statistics().state == "connected"
+            monkeypatch.undo()
+            await _until(source, lambda now: b"new" in _names(now))
+            await _state(lambda: source.statistics().reason == "")
 
     _run(body)
 

@@ -13,7 +13,7 @@ import trio
 import trio.testing
 
 from tests.integration.scripted_server import BLOCK_BYTES as SCRIPT_BLOCK_BYTES
-from tests.integration.scripted_server import VERSION, Peer, Script, scripted
+from tests.integration.scripted_server import CATALOG, VERSION, Peer, Script, scripted
 from tests.integration.serving import (
     BLOCK_BYTES,
     GatedExport,
@@ -39,6 +39,7 @@ from tierfs.blocks.errors import (
 )
 from tierfs.blocks.ids import VersionId, content_id, digest_block
 from tierfs.blocks.spans import Span
+from tierfs.catalog.schema import Catalog, Entry, Kind, encode
 from tierfs.tiers.remote import RemoteSource, parse_source_url
 from tierfs.wire import messages as m
 
@@ -426,6 +427,40 @@ def test_a_silent_server_is_given_up_and_connected_to_again() -> None:
             with pytest.raises(SourceUnavailable, match="no progress"):
                 await source.read_into(VersionId(VERSION), WHOLE, memoryview(bytearray(SCRIPT_BLOCK_BYTES)))
             await eventually(lambda: script.connections == 2)
+
+    run(main)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_quiet_connection_lives_exactly_as_long_as_its_pings_are_answered(answers: bool) -> None:
+    script = Script(hang, idle_timeout_s=1, answers_pings=answers)
+
+    async def main() -> None:
+        async with scripted(script) as url, running(remote(url, connections=1)) as source:
+            await source.publication()
+            if answers:
+                await eventually(lambda: script.pings >= 2)
+                assert script.connections == 1
+            else:
+                await eventually(lambda: script.connections == 2)
+
+    run(main)
+
+
+def test_a_catalog_of_many_parts_arrives_whole() -> None:
+    entries = [*CATALOG.entries]
+    entries += [Entry(0, b"%06d" % i, Kind.FILE, 0o644, i, i, i.to_bytes(16, "big")) for i in range(150_000)]
+    encoded = encode(Catalog("", 1, SCRIPT_BLOCK_BYTES, entries))
+    assert len(encoded) > 1.5 * m.CATALOG_PART_LIMIT_BYTES
+    script = Script(hang, encoded=encoded)
+
+    async def main() -> None:
+        async with scripted(script) as url, running(remote(url)) as source:
+            assert (await source.publication()).catalog.entries == entries
+            assert script.catalogs_sent == -(-len(encoded) // m.CATALOG_PART_LIMIT_BYTES)
+        async with scripted(script) as url, running(remote(url, catalog_limit_bytes=len(encoded) - 1)) as source:
+            with pytest.raises(ProtocolError, match="the limit is"):
+                await source.publication()
 
     run(main)
 

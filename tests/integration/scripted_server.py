@@ -54,11 +54,14 @@ class Script:
     claimed_bytes: int = -1
     contents: bytes = b""
     max_requests: int = 32
+    idle_timeout_s: int = 60
+    answers_pings: bool = True
     port: int = 0
     connections: int = 0
     cancels: list[int] = field(default_factory=list)
     watches: list[m.Watch] = field(default_factory=list)
     catalogs_sent: int = 0
+    pings: int = 0
 
     async def serve(self, stream: trio.SocketStream) -> None:
         self.connections += 1
@@ -70,7 +73,7 @@ class Script:
             pass
 
     async def _serve(self, peer: Peer, nursery: trio.Nursery) -> None:
-        welcome = m.Welcome(b"", self.boot, self.max_requests, 60, "script", ())
+        welcome = m.Welcome(b"", self.boot, self.max_requests, self.idle_timeout_s, "script", ())
         handshake = ServerHandshake(tokens={"": None}, nonce=bytes(32), welcome=welcome)
         request_id, message = await peer.receive()
         await peer.send(handshake.receive(message), request_id)
@@ -90,7 +93,9 @@ class Script:
                     end = message.offset_bytes + message.length_bytes
                     await peer.send(m.CatalogPart(), request_id, self.encoded[message.offset_bytes : end])
                 case m.Ping():
-                    await peer.send(m.Pong(), request_id)
+                    self.pings += 1
+                    if self.answers_pings:
+                        await peer.send(m.Pong(), request_id)
                 case m.Cancel():
                     self.cancels.append(request_id)
                 case m.ReadBlock():

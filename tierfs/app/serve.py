@@ -67,7 +67,7 @@ async def _serve(config: ServeConfig, ready_file: Path | None) -> None:
         for address in addresses:
             log.info("listening address=%s exports=%s", address, ",".join(sources) or "/")
         if ready_file is not None:
-            urls = [f"tierfs://{address}/{name}" for address in addresses for name in sources]
+            urls = [f"tierfs://{str(address).removeprefix('tcp://')}/{name}" for address in addresses for name in sources]
             temporary = ready_file.with_name(ready_file.name + ".new")
             temporary.write_text("".join(url + "\n" for url in urls))
             temporary.replace(ready_file)

@@ -63,12 +63,12 @@ def open_directory_beneath(root_fd: int, path: bytes, *, look_only: bool = False
     return open_beneath(root_fd, path, flags)
 
 
-def open_beneath(root_fd: int, path: bytes, flags: int, *, use_openat2: bool = True) -> int:
+def open_beneath(root_fd: int, path: bytes, flags: int) -> int:
     """Open with these flags (which should hold O_NOFOLLOW and O_CLOEXEC). Raises OSError; EXDEV for an unsound path."""
     parts = path.split(b"/")
     if b"\0" in path or any(part in (b"", b".", b"..") for part in parts):
         raise OSError(errno.EXDEV, "not a path beneath the export", path)
-    if use_openat2 and len(path) < _PATH_MAX:
+    if len(path) < _PATH_MAX:
         fd = _openat2(root_fd, path, flags)
         if fd is not None:
             return fd

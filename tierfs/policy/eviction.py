@@ -11,7 +11,8 @@ Rules, for room asked by an incoming model:
 1. An object in use (pinned), and every object of the incoming model itself, stays. So a model larger than the tier
    keeps what it has, and its second pass hits for that.
 2. Only models colder than the incoming one, or not used for a half-life, give way. A scan over many models once each
-   (heat 1) displaces other such models, never one that was loaded repeatedly.
+   (heat 1) displaces other such models, never one that was loaded repeatedly. And one that was loaded repeatedly
+   gives way only to one hotter by half a load: else two that do not fit together evict each other in turn.
 3. Coldest model first; within a model the object used longest ago first.
 4. Nothing is evicted in vain: if the rules cannot free what is needed, nothing goes and the incoming block bypasses.
 """
@@ -24,6 +25,7 @@ from tierfs.blocks.ids import ObjectKey
 
 HALF_LIFE_S = 3600.0
 SAME_LOAD_S = 5.0
+HYSTERESIS_LOADS = 0.5
 # Below this a model is as good as never loaded: ten half-lives after its last load.
 FORGOTTEN_HEAT = 1 / 1024
 
@@ -126,7 +128,8 @@ def choose_victims(
             continue
         heat = heats.heat(candidate.model, now_s)
         last_use_s = heats.last_use_s(candidate.model)
-        if heat < limit or now_s - last_use_s > heats.half_life_s:
+        margin = HYSTERESIS_LOADS if heat > 1.0 else 0.0
+        if heat + margin < limit or now_s - last_use_s > heats.half_life_s:
             order.append((heat, last_use_s, candidate.last_use_s, candidate.key, candidate))
     order.sort(key=lambda item: item[:4])
     victims: list[Candidate] = []

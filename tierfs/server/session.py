@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 _ZEROS = bytes(256 << 10)
 _RECEIVE_BYTES = 16 << 10
+_LOGGED_FAILURES = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -67,16 +68,13 @@ class Session:
         self._open_slots = trio.Semaphore(limits.open_blocks_per_connection)
         self._requests: dict[int, _Request] = {}
         self._watching = False
+        self._logged: set[str] = set()
         self._failure: TierfsError | None = None
         self._scope = trio.CancelScope()
 
     async def run(self, handshake: ServerHandshake) -> None:
         """Serve the peer until it leaves. The caller closes the connection, also after cancellation."""
-        try:
-            feed = self._feeds[await self._shake_hands(handshake)]
-        except ProtocolError as error:
-            await self.refuse(m.Code.PROTOCOL, str(error))
-            raise
+        feed = self._feeds[await self._shake_hands(handshake)]
         with self._scope:
             async with trio.open_nursery() as nursery:
                 try:
@@ -114,15 +112,19 @@ class Session:
     async def _shake_hands(self, handshake: ServerHandshake) -> str:
         with trio.move_on_after(self._limits.handshake_s):
             while True:
-                frame = await self._next_frame(self._limits.handshake_s)
-                if frame is None:
-                    raise SourceUnavailable(f"{self._connection.peer} left during the handshake")
-                answer = handshake.receive(m.decode(frame.header.type, frame.body))
+                answer: m.Message
+                try:
+                    frame = await self._next_frame(self._limits.handshake_s)
+                    if frame is None:
+                        raise SourceUnavailable(f"{self._connection.peer} left during the handshake")
+                    answer = handshake.receive(m.decode(frame.header.type, frame.body))
+                except ProtocolError as error:
+                    answer = m.Refused(m.Code.PROTOCOL, m.printable(str(error)))
                 if isinstance(answer, m.Refused):
                     await self.refuse(answer.code, answer.reason)
                     raise m.error_for(answer.code, answer.reason)
                 await self._connection.send_all(
-                    m.encode(answer, request_id=frame.header.request_id), progress_timeout_s=self._limits.handshake_s
+                    m.encode(answer, request_id=0), progress_timeout_s=self._limits.handshake_s
                 )
                 if handshake.export is not None:
                     return handshake.export
@@ -226,15 +228,21 @@ class Session:
         self._statistics.failed_requests += 1
         if request.replying:
             if self._failure is None and not isinstance(error, TierfsError):
-                log.error("request_failed peer=%s after its reply", self._connection.peer, exc_info=error)
+                self._log_once(error)
             return
         if isinstance(error, TierfsError):
             reply = m.Error(m.code_for(error), m.printable(str(error)))
         else:
             # A bug, or an OSError the export did not expect: the peer may try again, and the log has the cause.
-            log.error("request_failed peer=%s", self._connection.peer, exc_info=error)
+            self._log_once(error)
             reply = m.Error(m.Code.UNAVAILABLE, f"the server failed on this: {type(error).__name__}")
         await self._reply(request_id, reply, request=request)
+
+    def _log_once(self, error: Exception) -> None:
+        """A failing disk fails every request: one traceback of each kind per connection is enough."""
+        if repr(error) not in self._logged and len(self._logged) < _LOGGED_FAILURES:
+            self._logged.add(repr(error))
+            log.error("request_failed peer=%s error=%r", self._connection.peer, error, exc_info=error)
 
     async def _read_block(
         self, request_id: int, request: _Request, message: m.ReadBlock, feed: ExportFeed

@@ -46,6 +46,7 @@ _BUFFER_TIMEOUT_S = 10.0
 _PUBLISH_INTERVAL_S = 0.2  # content ids arrive in batches
 _FLUSH_INTERVAL_S = 1.0
 _HOUSEKEEPING_INTERVAL_S = 5.0
+_RESTLESS = "the tree keeps changing; it is published when it comes to rest"
 _LOGGED_PATHS = 10_000  # how many unreadable paths are remembered as logged
 
 
@@ -300,9 +301,12 @@ class DirectorySource:
             stop.set()
 
     async def _consider(self, scan: Scan, device: int) -> None:
-        """Publish what was scanned, if it is sound and new. Raises SourceUnavailable if it is not sound."""
+        """Publish what was scanned, if it is sound and new. Raises SourceUnavailable if the directory is not there."""
         if not scan.steady:
-            raise SourceUnavailable(f"{self._path} kept changing during the scan; the last generation stays")
+            if self._statistics.reason != _RESTLESS:
+                log.info("scan_unsteady url=%s reason=%s", self._statistics.url, _RESTLESS)
+            self._set_state("connecting" if self._publication is None else "connected", _RESTLESS)
+            return
         if self._publication is not None and device != self._device and len(scan.entries) == 1:
             raise SourceUnavailable(f"{self._path} is empty and on another device: is its file system mounted?")
         self._log_skipped(scan)

@@ -1,7 +1,7 @@
 """The local tiers: hot on a tmpfs or DAX directory, warm on one or several directories. Called by the block cache.
 
     offer ─► placement (policy) ─► filling.py ─► resident          reads: reading.py
-                 └ victims ─► leaving ─► residency, unlink, close ─► space freed
+                 └ victims ─► removing.py ─► space freed
     per device two tasks write, one watches its health, one removes and saves
 
 All state belongs to the trio thread. What must hold: capacity is never exceeded by what is allocated and queued; an
@@ -23,14 +23,14 @@ from tierfs.blocks.errors import TierFailed
 from tierfs.blocks.ids import BlockDigest, ObjectKey
 from tierfs.blocks.spans import Span, block_length
 from tierfs.policy.watermarks import Watermarks
-from tierfs.tiers.descriptors import Descriptors
-from tierfs.tiers.device import Device, Loaded, Write, choose, close_all, describe
+from tierfs.tiers.device import Device, Loaded, Write, choose, describe
 from tierfs.tiers.filling import Filler, Space
 from tierfs.tiers.index import Entry, Index
 from tierfs.tiers.interface import Lease, ObjectFacts, Offer, TierStatistics
-from tierfs.tiers.objects import PAGE_BYTES, OpenObject
+from tierfs.tiers.objects import PAGE_BYTES
 from tierfs.tiers.placement import Placement
 from tierfs.tiers.reading import Reader
+from tierfs.tiers.removing import Removals
 
 _log = logging.getLogger(__name__)
 
@@ -77,18 +77,16 @@ class DirectoryTier:
         self._index = Index()
         self._space = Space()
         self._placement = Placement()
-        self._leaving: dict[tuple[Device, ObjectKey], Entry] = {}
-        self._dying: dict[OpenObject, Entry] = {}  # unlinked, but somebody still reads
-        self._closable: list[OpenObject] = []
-        self._removed: dict[Entry, trio.Event] = {}
-        self._closer = trio.Event()
         self._running = False
-        self._descriptors = Descriptors(open_objects, on_idle=self._idle)
-        self._reader = Reader(
-            descriptors=self._descriptors, statistics=self._statistics, mapped=mapped, remove=self._remove
+        self._removals = Removals(
+            index=self._index, space=self._space, open_objects=open_objects, on_remove=self._placement.room_changed
         )
+        self._reader = Reader(
+            descriptors=self._removals.descriptors, statistics=self._statistics, mapped=mapped,
+            remove=self._removals.remove,
+        )  # fmt: skip
         self._filler = Filler(
-            descriptors=self._descriptors, space=self._space, statistics=self._statistics, mapped=mapped,
+            descriptors=self._removals.descriptors, space=self._space, statistics=self._statistics, mapped=mapped,
             on_settled=self._settled,
         )  # fmt: skip
 
@@ -131,7 +129,7 @@ class DirectoryTier:
                     nursery.start_soon(self._filler.run, device)
                     nursery.start_soon(self._watch, device)
                     nursery.start_soon(self._keep, device)
-                nursery.start_soon(self._close)
+                nursery.start_soon(self._removals.close_idle)
                 task_status.started()
         finally:
             self._running = False
@@ -179,7 +177,7 @@ class DirectoryTier:
         if entry is not None:
             if (entry.size_bytes, entry.block_bytes) != (facts.size_bytes, facts.block_bytes):
                 if not self._placement.pinned(key):  # blocks of another size than the export has by now are of no use
-                    self._remove(entry)
+                    self._removals.remove(entry)
                 return self._bypassed()
             if entry.has(block) or block in entry.pending:
                 return Offer.RESIDENT
@@ -193,7 +191,7 @@ class DirectoryTier:
             statistics.skipped_blocks += 1
             return Offer.FULL
         cost_bytes = -(-length_bytes // PAGE_BYTES) * PAGE_BYTES
-        if (device, key) in self._leaving or not self._make_room(cost_bytes, facts.model):
+        if self._removals.leaving(device, key) or not self._make_room(cost_bytes, facts.model):
             return self._bypassed()
         if entry is None:
             entry = Entry(
@@ -213,7 +211,7 @@ class DirectoryTier:
             return
         self._placement.alias(version, content)
         if loser is not None:
-            self._remove(loser)
+            self._removals.remove(loser)
         if stays is not None and stays.device.persistent:
             stays.device.keys.append((stays.name, stays.key, version))
 
@@ -243,8 +241,8 @@ class DirectoryTier:
         if not self._running or entry is None or self._placement.pinned(entry.key):
             return 0
         freed_bytes = entry.allocated_bytes
-        gone = self._removed[entry] = trio.Event()
         self._evict(entry)
+        gone = self._removals.gone(entry)
         with trio.move_on_after(_EVICT_S):
             await gone.wait()
             return freed_bytes
@@ -276,27 +274,16 @@ class DirectoryTier:
 
     def _evict(self, entry: Entry) -> None:
         self._statistics.evicted_blocks += entry.resident_blocks
-        self._remove(entry)
-
-    def _remove(self, entry: Entry) -> None:
-        """Take the object out of the index now; its row, file and space follow in the device's keeper."""
-        if entry.removing:
-            return
-        entry.removing = True
-        self._index.discard(entry)
-        self._leaving[entry.device, entry.name] = entry
-        self._space.leaving_bytes += entry.allocated_bytes
-        self._placement.room_changed()
-        entry.device.reclaim.set()
+        self._removals.remove(entry)
 
     def _settled(self, entries: Iterable[Entry]) -> None:
         """A batch is over: an object that got no block after all goes, and one that waited for the batch may go now."""
         for entry in entries:
             if not entry.resident_blocks and not entry.pending and entry.device.readable:
-                self._remove(entry)
+                self._removals.remove(entry)
             entry.device.reclaim.set()
 
-    # -- removing and saving
+    # -- keeping
 
     async def _keep(self, device: Device) -> None:
         """Remove what is leaving this device, and save what may be saved late."""
@@ -306,55 +293,11 @@ class DirectoryTier:
                 await device.reclaim.wait()
             device.reclaim = trio.Event()
             self._make_room(0, None)
-            await self._finish_removals(device)
+            await self._removals.finish(device)
             if trio.current_time() - saved_s >= _SAVE_S:
                 saved_s = trio.current_time()
                 self._placement.heats.forget_cold(self._clock(), {entry.model for entry in self._index})
                 await self._save(device)
-
-    async def _finish_removals(self, device: Device) -> None:
-        # A batch that writes to the object may be about to create its file: wait for it, it wakes the keeper.
-        ready = [entry for entry in self._leaving.values() if entry.device is device and not entry.writing]
-        if not ready or not device.readable:
-            return
-        async with device.lock:
-            try:
-                await device.blocking(device.remove, [entry.name for entry in ready])
-            except (OSError, sqlite3.Error) as error:
-                device.fault(error)  # tried again at the next tick
-                return
-        for entry in ready:
-            if self._leaving.pop((device, entry.name), None) is entry:
-                opened = self._descriptors.retire(entry)
-                if opened is None:
-                    self._gone(entry)
-                else:
-                    self._dying[opened] = entry
-                    if not opened.users:
-                        self._idle(opened)
-
-    def _idle(self, opened: OpenObject) -> None:
-        self._closable.append(opened)
-        self._closer.set()
-
-    async def _close(self) -> None:
-        """Close what its last user left: the space of an unlinked object is freed only then."""
-        limiter = trio.CapacityLimiter(1)
-        while True:
-            await self._closer.wait()
-            self._closer = trio.Event()
-            closable, self._closable = self._closable, []
-            entries = [self._dying.pop(opened, None) for opened in closable]
-            await trio.to_thread.run_sync(close_all, closable, limiter=limiter)
-            for entry in entries:
-                if entry is not None:
-                    self._gone(entry)
-
-    def _gone(self, entry: Entry) -> None:
-        self._space.give_up(entry)
-        gone = self._removed.pop(entry, None)
-        if gone is not None:
-            gone.set()
 
     async def _save(self, device: Device, *, abandon: bool = False) -> None:
         async with device.lock:
@@ -417,7 +360,7 @@ class DirectoryTier:
             self._space.set_allocated(entry, allocated)
             loser = self._index.add(entry)
             if loser is not None:
-                self._remove(loser)
+                self._removals.remove(loser)
         device.recovered()
         if self._capacity_bytes is None:
             room: dict[int, int] = {}
@@ -450,14 +393,7 @@ class DirectoryTier:
         """The directory is gone: its objects, and nothing else, are misses."""
         device.fault(error, lost=True)
         self._statistics.failed_writes += self._filler.drop_queue(device)
-        for entry in [entry for entry in self._index if entry.device is device]:
-            self._remove(entry)
-        for entry in [entry for entry in self._leaving.values() if entry.device is device]:
-            del self._leaving[device, entry.name]
-            opened = self._descriptors.retire(entry)
-            self._gone(entry)
-            if opened is not None and not opened.users:
-                self._idle(opened)
+        self._removals.lose(device, [entry for entry in self._index if entry.device is device])
         device.verified, device.keys, device.used = [], [], {}
 
     async def _reopen(self, device: Device) -> None:
@@ -488,7 +424,4 @@ class DirectoryTier:
                     nursery.start_soon(close_one, device)
         if scope.cancelled_caught:
             _log.error("tier stopped without a clean mark tier=%s reason='no answer'", self._statistics.name)
-        for gone in self._removed.values():
-            gone.set()
-        self._descriptors.close()
-        close_all(self._closable)
+        self._removals.stop()

@@ -57,11 +57,12 @@ def parse_source_url(url: str) -> tuple[Address, str]:
     address = parse_host_port(match[1], whole=url)
     try:
         export = urllib.parse.unquote(match[2] or "", errors="strict").removesuffix("/")
-    except UnicodeDecodeError as error:
+        name_bytes = len(export.encode())
+    except UnicodeError as error:
         raise ConfigError(f"{url!r}: the export's name is not UTF-8") from error
     if address.port == 0:
         raise ConfigError(f"{url!r}: port 0 cannot be connected to")
-    if len(export.encode()) > m.EXPORT_LIMIT_BYTES:
+    if name_bytes > m.EXPORT_LIMIT_BYTES:
         raise ConfigError(f"{url!r}: the export's name is longer than {m.EXPORT_LIMIT_BYTES} bytes")
     return address, export
 
@@ -265,7 +266,8 @@ class RemoteSource:
                 # The catalog changed while it was fetched, or the link was lost: ask anew.
                 log.debug("catalog_retry url=%s reason=%s", self._statistics.url, error)
             except TierfsError as error:
-                log.warning("catalog_refused url=%s reason=%s", self._statistics.url, error)
+                if self._statistics.reason != str(error):
+                    log.warning("catalog_refused url=%s reason=%s", self._statistics.url, error)
                 if self._publication is None:
                     self._refusal = error
                 self._statistics.reason = str(error)

@@ -176,8 +176,8 @@ class Link:
             await trio.sleep(every_s)
             asked_s = trio.current_time()
             try:
-                await self.request(m.Ping(), m.Type.PONG, timeout_s=_PONG_S)
-            except SourceUnavailable as error:
+                await self.request(m.Ping(), m.Type.PONG, timeout_s=min(_PONG_S, every_s))
+            except TierfsError as error:
                 if self._received_s <= asked_s:  # a Pong may wait behind blocks; silence is another thing
                     self.lose(error)
 

@@ -1,0 +1,144 @@
+"""Real `tierfs serve` and `tierfs mount` processes for tests, ended on every path."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def tierfs(*arguments: object, timeout_s: float = 60, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run one command to its end."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tierfs.cli.main", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env=ENVIRONMENT,
+    )
+    if check and done.returncode != 0:
+        raise AssertionError(f"tierfs {arguments} ended with {done.returncode}: {done.stderr}")
+    return done
+
+
+def eventually(condition: Callable[[], bool], what: str, within_s: float = 20) -> None:
+    """Wait until something is so; fail with ``what`` otherwise."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
+        time.sleep(0.02)
+
+
+class Serve:
+    """A running server of one directory."""
+
+    def __init__(self, directory: Path, work: Path, *options: str, port: int = 0) -> None:
+        self._ready = work / "ready"
+        self._log = (work / "serve.log").open("ab")
+        self._command = [sys.executable, "-m", "tierfs.cli.main", "serve", str(directory)]
+        self._command += ["--listen", f"tcp://127.0.0.1:{port}", "--state-dir", str(work / "serve-state")]
+        self._command += ["--ready-file", str(self._ready), *options]
+        self.log = work / "serve.log"
+        self.url = ""
+        self.start()
+
+    def start(self) -> None:
+        """Start, again at the same address after a stop."""
+        self._ready.unlink(missing_ok=True)
+        if self.url:
+            address = self.url.removeprefix("tierfs://").rstrip("/")
+            self._command[self._command.index("--listen") + 1] = f"tcp://{address}"
+        self.process = subprocess.Popen(self._command, stdout=self._log, stderr=self._log, env=ENVIRONMENT)
+        eventually(lambda: self._ready.exists() or self.process.poll() is not None, "the server is ready")
+        assert self.process.poll() is None, self.log.read_text()
+        self.url = self._ready.read_text().split()[0]
+
+    def kill(self) -> None:
+        """As a crash does."""
+        self.process.send_signal(signal.SIGCONT)
+        self.process.kill()
+        self.process.wait(10)
+
+    def stop(self) -> None:
+        """End it, if it runs."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.terminate()
+            try:
+                self.process.wait(10)
+            except subprocess.TimeoutExpired:
+                self.kill()
+                raise
+        self._log.close()
+
+
+class Mount:
+    """A tierfs that can be mounted; `warm` and `hot` are the lines of those tables."""
+
+    def __init__(
+        self, url: str, work: Path, *, warm: str = "", hot: str = "", extra: str = "", timeout: str = "10s"
+    ) -> None:
+        self.path = work / "mnt"
+        self.path.mkdir()
+        self.work = work
+        self.pid = 0
+        self.config = work / "mount.toml"
+        text = f'state_dir = "{work}/state"\n[source]\nurl = "{url}"\ntimeout = "{timeout}"\n'
+        text += f"[warm]\n{warm}\n" if warm else ""
+        text += f"[hot]\n{hot}\n" if hot else ""
+        self.config.write_text(text + extra)
+
+    def mount(self) -> None:
+        """Mount, as the command does."""
+        tierfs("mount", self.config, self.path)
+        self.pid = int(self.status()["daemon"]["pid"])
+
+    def status(self) -> dict[str, Any]:
+        """`tierfs status --json`."""
+        answer: dict[str, Any] = json.loads(tierfs("status", self.path, "--json", timeout_s=20).stdout)
+        return answer
+
+    def unmount(self) -> None:
+        """`tierfs unmount`."""
+        tierfs("unmount", self.path, timeout_s=20)
+
+    def kill(self) -> None:
+        """Kill the daemon as the OOM killer does; the dead mount stays."""
+        os.kill(self.pid, signal.SIGKILL)
+        eventually(lambda: not _runs(self.pid), "the daemon is gone")
+
+    def log(self) -> str:
+        """The daemon's log."""
+        return "".join(path.read_text() for path in (self.work / "state" / "log").glob("*.log"))
+
+    def cleanup(self) -> None:
+        """Whatever happened: no mount and no process stays."""
+        subprocess.run(["umount", "-l", str(self.path)], capture_output=True, check=False)
+        if self.pid and _runs(self.pid):
+            os.kill(self.pid, signal.SIGCONT)
+            os.kill(self.pid, signal.SIGTERM)
+            try:
+                eventually(lambda: not _runs(self.pid), "the daemon has ended", within_s=12)
+            except AssertionError:
+                os.kill(self.pid, signal.SIGKILL)
+        tierfs("unmount", self.path, check=False)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    except OSError:
+        return False
+
+
+def drop_caches() -> None:
+    """Forget clean pages, so that the next read reaches the daemon (root only)."""
+    os.sync()
+    Path("/proc/sys/vm/drop_caches").write_text("3")
