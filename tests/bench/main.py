@@ -202,6 +202,7 @@ class Bench:
         usage = watch.usage()
         # A mount that was made anew during the run counts from zero.
         counted = {name: max(0.0, value - before.get(name, 0)) for name, value in peer.counters().items()}
+        objection = peer.objection(counted)
         return Sample(
             number,
             workload.name,
@@ -214,7 +215,7 @@ class Bench:
             peak_rss_bytes=usage.peak_rss_bytes,
             peak_memory_bytes=usage.peak_memory_bytes,
             memory_limit_bytes=limit_bytes,
-            problem=peer.objection(counted),
+            problem=f"thrown out: {objection}" if objection else "",
             extra={**counted, **result.extra},
         )
 
@@ -260,6 +261,7 @@ def main() -> int:
         config_extra = options.config_extra.read_text() if options.config_extra else ""
         say(f"making the data in {work.directory}")
         large = data.make_large(work.path("large"), size_bytes=options.size, seed=options.seed)
+        data.make_chaser(large.path.parent)
         many = work.path("many")
         bench = Bench(other.Setting(work, CHECKOUT, large, many, options.entries, config_extra), options)
         if any(workload.small_files for workload in bench.workloads):

@@ -141,7 +141,9 @@ def verdicts(report: Report, chosen: Sequence[workloads.Workload]) -> list[Verdi
                 figure, value = f"{spread} s", 1 / spread.median if spread else None
             reached = None if value is None else value >= bar.at_least
             found.append(
-                Verdict(f"{bar.peer}: {workload.title}", bar.wording, figure if mine else "not measured", reached)
+                Verdict(
+                    f"{bar.peer}: {workload.title}", bar.wording, "not measured" if value is None else figure, reached
+                )
             )
     for peer in _tierfs_names(report.samples):
         runs = [s for s in report.samples if s.peer == peer and not s.problem and s.peak_memory_bytes]

@@ -87,7 +87,8 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._cpu_s = sum(cpu_seconds(pid) for pid in self._pids) - self._cpu_before_s
+        # Below zero when a daemon was replaced in between, as by a mount that is what is measured.
+        self._cpu_s = max(0.0, sum(cpu_seconds(pid) for pid in self._pids) - self._cpu_before_s)
         self._stop.set()
         self._thread.join()
 

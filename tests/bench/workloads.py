@@ -188,9 +188,6 @@ def listing(*flags: str) -> Run:
     """`ls` with these flags over the directory of small files."""
 
     def run(peer: other.Peer, options: Options, first: bool) -> Result:
-        if first:
-            found = len(os.listdir(peer.file))
-            require(found == peer.setting.entries, f"{found} entries instead of {peer.setting.entries}")
         start = monotonic()
         done = subprocess.run(
             ["ls", *flags, str(peer.file)],
@@ -203,6 +200,9 @@ def listing(*flags: str) -> Run:
         seconds = monotonic() - start
         if done.returncode != 0:
             raise PeerFailed(f"ls: {done.stderr.decode(errors='replace').strip()[-200:]}")
+        if first:
+            found = len(os.listdir(peer.file))
+            require(found == peer.setting.entries, f"{found} entries instead of {peer.setting.entries}")
         return Result(rate=peer.setting.entries / seconds, seconds=seconds, bytes=0)
 
     return run

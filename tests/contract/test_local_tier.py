@@ -245,6 +245,35 @@ def test_second_pass_over_a_model_larger_than_the_tier_hits_for_most_of_it(kit: 
     run(test)
 
 
+def test_heat_survives_a_restart(kit: Kit) -> None:
+    if kit.hot:
+        pytest.skip("hot keeps nothing across runs")
+
+    async def test() -> None:
+        now_s = [1e9]
+        settings = {"capacity_bytes": 20 * BLOCK, "clock": lambda: now_s[0]}
+        favourite = Content(1, 8 * BLOCK, model="favourite")
+        async with running(kit.tier(**settings)) as tier:
+            for _ in range(3):
+                await favourite.fill(tier)
+                now_s[0] += 60
+        async with running(kit.tier(**settings)) as tier:
+            for seed in range(10, 16):
+                now_s[0] += 60
+                scanned = Content(seed, 9 * BLOCK, model=str(seed))
+                await scanned.fill(tier)
+            assert await favourite.hits(tier) == 8
+            assert await scanned.hits(tier) == 9
+        now_s[0] += 2 * 3600  # not used for more than a half-life
+        async with running(kit.tier(**settings)) as tier:
+            new = Content(99, 18 * BLOCK, model="new")
+            await new.fill(tier)
+            assert await new.hits(tier) == 18
+            assert await favourite.hits(tier) == 0
+
+    run(test)
+
+
 def test_full_write_queue_refuses_and_counts(kit: Kit) -> None:
     async def test() -> None:
         content = Content(1, 10 * BLOCK)
@@ -293,6 +322,26 @@ def test_version_and_content_become_one_object(kit: Kit, fuller: str) -> None:
                 assert tier.resident_bytes(version) == 6 * BLOCK
             assert await content.hits(tier) == 6
             assert await tier.evict(by_content) > 0
+            assert kit.files() == []
+
+    run(test)
+
+
+def test_content_that_became_known_while_the_object_was_not_here_is_the_same_object(kit: Kit) -> None:
+    if kit.hot:
+        pytest.skip("hot keeps nothing across runs")
+
+    async def test() -> None:
+        content, known_as = Content(1, 3 * BLOCK), ObjectKey(b"c" * 16)
+        async with running(kit.tier()) as tier:
+            await content.fill(tier)
+        early = kit.tier()
+        early.alias(content.key, known_as)
+        async with running(early) as tier:
+            assert tier.resident_bytes(content.key) == tier.resident_bytes(known_as) == 3 * BLOCK
+        async with running(kit.tier()) as tier:
+            assert tier.resident_bytes(known_as) == 3 * BLOCK
+            assert await tier.evict(known_as) > 0
             assert kit.files() == []
 
     run(test)

@@ -335,6 +335,9 @@ def test_a_broken_reply_fails_its_request_and_the_source_recovers(
                 await source.read_into(VersionId(VERSION), WHOLE, memoryview(buffer))
             before = bytes(buffer)
             broken = False
+            await eventually(lambda: source.statistics().state == "down")
+            with pytest.raises(SourceUnavailable):  # and not SourceRefused: it is worth trying again
+                await source.read_into(VersionId(VERSION), WHOLE, memoryview(bytearray(SCRIPT_BLOCK_BYTES)))
             await eventually(lambda: script.connections == 2 and source.statistics().connections == 1)
             again = bytearray(SCRIPT_BLOCK_BYTES)
             assert await source.read_into(VersionId(VERSION), WHOLE, memoryview(again)) == b"d" * 16

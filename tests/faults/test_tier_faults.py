@@ -19,6 +19,7 @@ import trio
 from tests.local_tiers import BLOCK, Content, object_files, run, running, until, warm
 from tierfs.blocks.errors import TierFailed
 from tierfs.blocks.spans import Span
+from tierfs.tiers.device import Device
 from tierfs.tiers.interface import Offer
 from tierfs.tiers.local import DirectoryTier
 
@@ -111,6 +112,36 @@ def test_corrupt_block_is_counted_and_logged_with_its_place(tmp_path: Path, capl
         async with running(warm(tmp_path)) as tier:
             assert not tier.resident(content.key, 1)  # durably gone, not only in memory
             assert tier.resident(content.key, 2)
+
+    run(test)
+
+
+def test_punched_block_is_a_miss_at_once_without_being_read(tmp_path: Path) -> None:
+    async def test() -> None:
+        content = Content(1, 5 * BLOCK)
+        async with running(warm(tmp_path)) as tier:
+            await content.fill(tier)
+            assert await content.hits(tier) == 5
+            punch(object_files(tmp_path)[0])
+            assert await tier.read_span(content.key, Span(0, 0, 100)) is None  # notices that the file changed
+            assert [tier.resident(content.key, number) for number in content.blocks] == [True, False, True, True, True]
+            assert tier.statistics().corrupt_blocks == 0
+
+    run(test)
+
+
+def test_rows_of_an_object_that_was_missing_once_do_not_come_back(tmp_path: Path) -> None:
+    async def test() -> None:
+        content = Content(1, 5 * BLOCK)
+        async with running(warm(tmp_path)) as tier:
+            await content.fill(tier)
+        object_files(tmp_path)[0].unlink()
+        async with running(warm(tmp_path)) as tier:
+            assert tier.resident_bytes(content.key) == 0
+            assert content.offer(tier, 2) is Offer.ACCEPTED
+            await tier.flush()
+        async with running(warm(tmp_path)) as tier:
+            assert [tier.resident(content.key, number) for number in content.blocks] == [False, False, True, False, False]
 
     run(test)
 
@@ -217,7 +248,7 @@ def small_file_system(kind: str, place: Path, size_mib: int) -> Iterator[Path]:
     try:
         yield mount_point
     finally:
-        subprocess.run(["umount", str(mount_point)], check=True)
+        subprocess.run(["umount", "-l", str(mount_point)], check=True)  # lazily: a failed test may hold files
 
 
 @pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
@@ -248,6 +279,45 @@ def test_full_file_system_pauses_writes_keeps_reads_and_recovers(tmp_path: Path,
 
     with small_file_system(kind, tmp_path, 16) as mount_point:
         run(lambda: test(mount_point))
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
+def test_full_file_system_evicts_what_is_colder_and_goes_on(tmp_path: Path, kind: str) -> None:
+    async def test(mount_point: Path) -> None:
+        old, new = Content(1, 32 * BLOCK, model="old"), Content(2, 16 * BLOCK, model="new")
+        ballast = mount_point / "ballast"
+        async with running(warm(mount_point / "tier")) as tier:
+            assert tier.statistics().capacity_bytes < 16 << 20  # not the 64 MiB of its configuration
+            await old.fill(tier)
+            assert await old.hits(tier) == 32
+            with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+                while file.write(bytes(4096)):
+                    pass
+            await new.fill(tier)
+            await until(lambda: tier.statistics().state == "ok")  # the ballast is still there
+            await new.fill(tier)
+            assert await new.hits(tier) == 16
+            assert await old.hits(tier) == 0
+        async with running(warm(mount_point / "tier")) as tier:
+            assert await new.hits(tier) == 16
+            assert len(object_files(mount_point / "tier")) == 1
+
+    with small_file_system(kind, tmp_path, 16) as mount_point:
+        run(lambda: test(mount_point))
+
+
+def test_eviction_that_cannot_be_recorded_leaves_the_file(tmp_path: Path) -> None:
+    device = Device(tmp_path, mapped=False, probe_s=1.0)
+    device.open()
+    content = Content(1, BLOCK)
+    device.store.open_object(content.key, BLOCK, create=True).close()
+    residency = device.residency()
+    assert residency is not None
+    residency.close(clean=False)
+    with pytest.raises(sqlite3.Error):
+        device.remove([content.key])
+    assert len(object_files(tmp_path)) == 1
+    device.close(False)
 
 
 CHILD = """

@@ -191,6 +191,11 @@ class RawPeer:
     async def connect(cls, port: int, host: str = "127.0.0.1") -> "RawPeer":
         return cls(await trio.open_tcp_stream(host, port))
 
+    async def connect_to(self, port: int) -> None:
+        """Connect a socket that was made before."""
+        assert isinstance(self.stream, trio.SocketStream)
+        await self.stream.socket.connect(("127.0.0.1", port))
+
     async def send(self, message: m.Message, request_id: int = 0) -> None:
         await self.stream.send_all(m.encode(message, request_id=request_id))
 

@@ -308,6 +308,42 @@ def test_reading_stops_at_the_limit_of_requests(tmp_path: Path) -> None:
     run(main)
 
 
+def test_a_flood_of_cheap_requests_does_not_keep_the_others_from_their_turn(tmp_path: Path) -> None:
+    turns = 0
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            await trio.lowlevel.checkpoint()
+            turns += 1
+
+    async def main() -> None:
+        nonlocal turns
+        async with serving(tmp_path) as served, trio.open_nursery() as nursery:
+            # As much as the socket buffers hold, before the server has seen any of it.
+            sock = socket.create_connection(("127.0.0.1", served.port))
+            sock.sendall(m.encode(m.Hello("", bytes(32), "", ()), request_id=0))
+            sock.setblocking(False)
+            cancel = m.encode(m.Cancel(), request_id=1)
+            flood = memoryview(cancel * 20_000)
+            sent = 0
+            try:
+                while sent < len(flood):
+                    sent += sock.send(flood[sent:])
+            except BlockingIOError:
+                pass
+            peer = RawPeer(trio.SocketStream(trio.socket.from_stdlib_socket(sock)))
+            assert isinstance((await peer.receive())[1], m.Welcome)
+            nursery.start_soon(count_turns)
+            rest = bytes(flood[sent : sent + -sent % len(cancel)])
+            await peer.stream.send_all(rest + m.encode(m.Ping(), request_id=2))
+            assert isinstance((await peer.receive())[1], m.Pong)
+            assert sent > 200_000 and turns > sent // 40_000
+            nursery.cancel_scope.cancel()
+
+    run(main)
+
+
 def test_a_cancelled_request_is_answered_once_and_frees_its_place(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x" * 100)
 
@@ -328,6 +364,38 @@ def test_a_cancelled_request_is_answered_once_and_frees_its_place(tmp_path: Path
                 gated.gate.set()
                 await peer.send(m.ReadBlock(version, 0, 0, 100), request_id=1)
                 assert (await peer.receive())[2] == b"x" * 100
+
+    run(main)
+
+
+def test_a_cancel_at_any_moment_leaves_each_request_one_whole_reply(tmp_path: Path) -> None:
+    data = pattern(BLOCK_BYTES)
+    (tmp_path / "file").write_bytes(data)
+    count = 400
+
+    async def main() -> None:
+        async with serving(tmp_path) as served:
+            await eventually(lambda: served.source.statistics().digested_bytes == len(data))
+            version, _ = file_of(await served.source.publication(), b"file")
+            peer = await RawPeer.connect(served.port)
+            await peer.hello()
+            seen: list[int] = []
+            whole = 0
+            for i in range(count):
+                await peer.send(m.ReadBlock(version, 0, 0, BLOCK_BYTES), request_id=i)
+                for _ in range(i % 50):
+                    await trio.lowlevel.checkpoint()
+                await peer.send(m.Cancel(), request_id=i)
+                request_id, message, received = await peer.receive()
+                seen.append(request_id)
+                if isinstance(message, m.BlockData):
+                    assert received == data
+                    whole += 1
+                else:
+                    assert isinstance(message, m.Error) and message.code is m.Code.CANCELLED
+            assert seen == list(range(count))
+            assert 0 < whole < count, "the moments were all alike: this test tests nothing"
+            assert served.server.statistics().in_flight_bytes == 0
 
     run(main)
 
@@ -374,6 +442,37 @@ def test_a_connection_too_many_is_told_so(tmp_path: Path, limits: ServerLimits, 
             await peers[0].stream.aclose()
             await eventually(lambda: served.server.statistics().connections == 1)
             assert isinstance(await (await connect(served.port)).hello(), m.Welcome)
+
+    run(main)
+
+
+def test_a_server_out_of_descriptors_goes_on_when_there_are_some(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def says_so() -> int:
+        return sum("accept_failed" in record.message for record in caplog.records)
+
+    async def main() -> None:
+        async with serving(tmp_path) as served:
+            await served.source.publication()
+            sock = socket.socket()
+            peer = RawPeer(trio.SocketStream(trio.socket.from_stdlib_socket(sock)))
+            taken: list[int] = []
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+            try:
+                with pytest.raises(OSError, match="Too many open files"):
+                    while True:
+                        taken.append(os.dup(0))
+                await peer.connect_to(served.port)
+                await eventually(lambda: says_so() > 0)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+                for fd in taken:
+                    os.close(fd)
+            assert isinstance(await peer.hello(), m.Welcome)
+            assert says_so() == 1
 
     run(main)
 

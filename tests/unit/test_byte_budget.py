@@ -30,7 +30,7 @@ def test_waiters_are_served_in_order_and_the_limit_holds() -> None:
 
     async def main() -> None:
         async with trio.open_nursery() as nursery:
-            for number, size_bytes in enumerate([6, 6, 1, 4, 10, 3]):
+            for number, size_bytes in enumerate([6, 6, 5, 7, 10, 4]):
                 nursery.start_soon(use, number, size_bytes)
         assert order == [0, 1, 2, 3, 4, 5], "a small one may not pass a large one for ever"
         assert budget.held_bytes == 0 and budget.most_held_bytes == 10

@@ -24,7 +24,7 @@ class WarmProgress:
     done_bytes: int = 0
     bypassed_bytes: int = 0  # no room in the tier that may be taken
     failed_bytes: int = 0
-    error: str = ""
+    trouble: str = ""  # the first that was met
 
 
 async def warm(cache: BlockCache, files: Sequence[FileFacts], tier: LocalTier, progress: WarmProgress) -> None:
@@ -47,7 +47,7 @@ async def warm(cache: BlockCache, files: Sequence[FileFacts], tier: LocalTier, p
                 kept = await _bring(cache, file, block, tier)
             except TierfsError as error:
                 progress.failed_bytes += length
-                progress.error = progress.error or str(error)
+                progress.trouble = progress.trouble or str(error)
                 continue
             if kept:
                 progress.done_bytes += length

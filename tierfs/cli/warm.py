@@ -33,7 +33,7 @@ def warm(
                 done = last["done_bytes"] + last["bypassed_bytes"] + last["failed_bytes"]
                 progress.update(task, total=last["total_bytes"], completed=done)
         if last["failed_bytes"]:
-            raise ControlError(f"{format_bytes(last['failed_bytes'])} could not be brought: {last['error']}")
+            raise ControlError(f"{format_bytes(last['failed_bytes'])} could not be brought: {last['trouble']}")
         if last["bypassed_bytes"]:
             raise ControlError(
                 f"{format_bytes(last['bypassed_bytes'])} do not fit into the tier beside what may not be evicted;"

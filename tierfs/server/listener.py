@@ -117,8 +117,10 @@ class Server:
             try:
                 sock, host = await tcp.accept(listener)
             except OSError as error:
+                if error.errno in (errno.EBADF, errno.EINVAL, errno.ENOTSOCK):
+                    raise  # a bug; anything else is about that connection, or passes
                 if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                    raise
+                    continue
                 if not exhausted:
                     log.error("accept_failed error=%s: raise the limit of open files (LimitNOFILE=)", error)
                 exhausted = True

@@ -149,6 +149,7 @@ class Session:
                 return None
             if count is not None:
                 self._frames.feed(self._received[:count])
+                await trio.lowlevel.checkpoint()  # a peer that floods must not keep the others from their turn
                 continue
             left_s = deadline_s - trio.current_time()
             if left_s <= 0 or not await self._connection.wait_receivable(left_s):
@@ -267,20 +268,22 @@ class Session:
 
     @asynccontextmanager
     async def _open(self, feed: ExportFeed, version: VersionId, block: int) -> AsyncIterator[OpenBlock]:
-        """The block, in a file if it can be: an export has few buffers, and a slow peer must not hold them.
+        """The block, in a file if it can be: an export has few buffers, and slow peers must not hold them.
 
-        A block that was read to learn its digest is in the page cache and comes as a file when it is asked for again.
+        A block that was read to learn its digest is in the page cache, and comes as a file when it is asked for again.
+        Only one that the export cannot remember (its file was written just now) is sent from memory, and few of these.
         """
-        async with feed.source.open_block(version, block) as opened:
-            if opened.data is None:
-                yield opened
-                return
-        async with feed.source.open_block(version, block) as opened:
-            if opened.data is None:
-                yield opened
-                return
-            async with self._memory_budget.hold(opened.length_bytes, self._cut_off_slow):
-                yield opened
+        for _ in range(2):
+            async with feed.source.open_block(version, block) as opened:
+                if opened.data is None:
+                    yield opened
+                    return
+                length_bytes = opened.length_bytes
+        async with (
+            self._memory_budget.hold(length_bytes, self._cut_off_slow),
+            feed.source.open_block(version, block) as opened,
+        ):
+            yield opened
 
     async def _send_block(self, request_id: int, opened: OpenBlock, message: m.ReadBlock) -> None:
         """Inside ``_replying``. A failure of the connection ends the session: the stream is out of step."""

@@ -23,7 +23,7 @@ from tierfs.blocks.ids import BlockDigest, ObjectKey
 from tierfs.tiers.index import Entry
 from tierfs.tiers.interface import Lease
 from tierfs.tiers.objects import ObjectStore, OpenObject, allocated_bytes, is_object
-from tierfs.tiers.residency import Residency, Stored, StoredObject, boot_id
+from tierfs.tiers.residency import Residency, Stored, StoredObject, boot_id, result_code
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -88,7 +88,13 @@ class Device:
         self._probe_s = probe_s
         self._backoff_s = probe_s
         self._device_number: int | None = None
+        self.full = False  # what put it out of service is a lack of space
         self._short_bytes = 0  # what must be free before writes are tried again
+
+    @property
+    def evictable(self) -> bool:
+        """Whether evicting from it gives space: it can record what it removes."""
+        return self.state == "ok" or (self.state == "degraded" and self.full)
 
     @property
     def writable(self) -> bool:
@@ -125,6 +131,7 @@ class Device:
             if not (self._mapped and store.medium == "tmpfs"):
                 residency = Residency(self.root / "residency.db", boot=boot_id())
                 loaded.stored = residency.open()
+                store.fill_reserve()
             self._reconcile(store, residency, loaded)
             free_bytes = store.free_bytes()
         except BaseException:
@@ -173,10 +180,22 @@ class Device:
 
     def remove(self, names: Sequence[ObjectKey]) -> None:
         """Residency first, then the files."""
-        if self._residency is not None:
-            self._residency.remove_objects(names)
+        residency = self._residency
+        if residency is None:
+            for name in names:
+                self.store.unlink(name)
+            return
+        try:
+            residency.remove_objects(names)
+        except sqlite3.OperationalError as error:
+            if result_code(error) != sqlite3.SQLITE_FULL:
+                raise
+            # Nothing could ever be evicted from a full device if evicting took space: hence the reserve.
+            self.store.free_reserve()
+            residency.remove_objects(names)
         for name in names:
             self.store.unlink(name)
+        self.store.fill_reserve()
 
     def remove_blocks(self, dropped: dict[ObjectKey, list[int]]) -> None:
         """Durably forget some blocks."""
@@ -221,6 +240,7 @@ class Device:
         ``short_bytes`` is what a write had no room for.
         """
         self._short_bytes = max(self._short_bytes, short_bytes)
+        self.full = isinstance(error, OSError) and error.errno == errno.ENOSPC
         if isinstance(error, OSError) and error.errno in GONE:
             self.attention.set()
         state = "lost" if lost else "degraded"

@@ -76,6 +76,7 @@ class Filler:
         statistics: TierStatistics,
         mapped: bool,
         on_settled: Callable[[Iterable[Entry]], None],
+        on_full: Callable[[Device, bytes, int], None],
     ) -> None:
         self._descriptors = descriptors
         self._space = space
@@ -84,6 +85,7 @@ class Filler:
         self._unsettled = 0
         self._settled = trio.Event()
         self._on_settled = on_settled
+        self._on_full = on_full
 
     def enqueue(self, write: Write) -> None:
         """Take over an accepted block and its lease."""
@@ -186,6 +188,8 @@ class Filler:
             short_bytes = 2 * max(write.length_bytes for write in batch) if short else 0
             self._statistics.failed_writes += len(batch) + self.drop_queue(device)
             device.fault(error, short_bytes=short_bytes)
+            if short:
+                self._on_full(device, batch[0].entry.model, short_bytes)
         finally:
             for entry in entries:
                 entry.writing -= 1

@@ -122,6 +122,8 @@ class Index:
 
     def add(self, entry: Entry) -> Entry | None:
         """Add an entry; if its content is here already, the fuller one stays and the other is returned."""
+        # The content may have become known while the entry was not here (a device that was lost, an earlier run).
+        entry.key = self.canonical(entry.key)
         for alias in (entry.name, *entry.aliases):
             if alias != entry.key:
                 self._content[alias] = entry.key

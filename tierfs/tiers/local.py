@@ -39,6 +39,7 @@ _TICK_S = 1.0  # a keeper looks by itself this often
 _SAVE_S = 5.0
 _STOP_S = 4.0  # for everything that is saved at the end
 _EVICT_S = 30.0
+_LARGEST_PART = 0.97  # of the whole file system; the rest is what it keeps for itself
 _AUTOMATIC_PART = 0.9  # of what the file systems have, where no capacity is configured
 
 
@@ -87,7 +88,7 @@ class DirectoryTier:
         )  # fmt: skip
         self._filler = Filler(
             descriptors=self._removals.descriptors, space=self._space, statistics=self._statistics, mapped=mapped,
-            on_settled=self._settled,
+            on_settled=self._settled, on_full=self._full,
         )  # fmt: skip
 
     def statistics(self) -> TierStatistics:
@@ -191,7 +192,8 @@ class DirectoryTier:
             statistics.skipped_blocks += 1
             return Offer.FULL
         cost_bytes = -(-length_bytes // PAGE_BYTES) * PAGE_BYTES
-        if self._removals.leaving(device, key) or not self._make_room(cost_bytes, facts.model):
+        name = entry.name if entry is not None else key
+        if self._removals.leaving(device, name) or not self._make_room(cost_bytes, facts.model):
             return self._bypassed()
         if entry is None:
             entry = Entry(
@@ -275,6 +277,19 @@ class DirectoryTier:
     def _evict(self, entry: Entry) -> None:
         self._statistics.evicted_blocks += entry.resident_blocks
         self._removals.remove(entry)
+
+    def _full(self, device: Device, model: bytes, short_bytes: int) -> None:
+        """The device has less space than its capacity says (others use it too): its colder objects give way."""
+        victims = self._placement.victims(
+            [entry for entry in self._index if entry.device is device],
+            replace(self._watermarks, capacity_bytes=0),  # there is no room at all: all that is short must be freed
+            used_bytes=0,
+            cost_bytes=short_bytes,
+            model=model,
+            now_s=self._clock(),
+        )
+        for entry in victims or ():
+            self._evict(entry)
 
     def _settled(self, entries: Iterable[Entry]) -> None:
         """A batch is over: an object that got no block after all goes, and one that waited for the batch may go now."""
@@ -361,15 +376,22 @@ class DirectoryTier:
             loser = self._index.add(entry)
             if loser is not None:
                 self._removals.remove(loser)
+            if entry.key != stored.key:
+                device.keys.append((entry.name, entry.key, stored.key))
         device.recovered()
+        self._measure_capacity()
+
+    def _measure_capacity(self) -> None:
+        """What is configured, but never more than the file systems can hold; two paths may be on one."""
+        stores = {one.store.device_number(): one for one in self._devices if one.readable}
         if self._capacity_bytes is None:
-            room: dict[int, int] = {}
-            for one in self._devices:
-                if one.readable:
-                    room[one.store.device_number()] = one.free_bytes
-            capacity_bytes = int(_AUTOMATIC_PART * (sum(room.values()) + self._space.allocated_bytes))
-            self._watermarks = replace(self._watermarks, capacity_bytes=capacity_bytes)
-            self._statistics.capacity_bytes = capacity_bytes
+            free_bytes = sum(one.free_bytes for one in stores.values())
+            capacity_bytes = int(_AUTOMATIC_PART * (free_bytes + self._space.allocated_bytes))
+        else:
+            largest_bytes = sum(one.store.size_bytes() for one in stores.values())
+            capacity_bytes = min(self._capacity_bytes, int(_LARGEST_PART * largest_bytes))
+        self._watermarks = replace(self._watermarks, capacity_bytes=capacity_bytes)
+        self._statistics.capacity_bytes = capacity_bytes
 
     async def _watch(self, device: Device) -> None:
         while True:

@@ -3,6 +3,7 @@ Called by the local tiers.
 
     root/format        the version of this layout; a newer one is refused
     root/lock          flocked by the daemon that owns the directory; holds its pid
+    root/reserve       space that is given up so that an eviction can be recorded on a full device
     root/objects/ab/abcd…   32 hex digits of the object's name
 
 Every function here blocks and is called in a thread, with descriptors and buffers only. What must hold: no symlink is
@@ -29,6 +30,8 @@ FORMAT = 1
 PAGE_BYTES = 4096
 # From this many dirty objects on, one syncfs is cheaper than an fdatasync (a journal commit) for each.
 SYNCFS_FROM = 16
+# A transaction that forgets a few objects writes some dozens of pages.
+_RESERVE_BYTES = 1 << 20
 _NAME = re.compile(r"[0-9a-f]{32}")
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -118,9 +121,30 @@ class ObjectStore:
             with contextlib.suppress(OSError):
                 os.unlink("probe", dir_fd=self._root_fd)
 
+    def fill_reserve(self) -> None:
+        """Set a little space aside, as far as there is any."""
+        fd = os.open("reserve", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=self._root_fd)
+        try:
+            os.posix_fallocate(fd, 0, _RESERVE_BYTES)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EOPNOTSUPP, errno.EDQUOT):
+                raise
+        finally:
+            os.close(fd)
+
+    def free_reserve(self) -> None:
+        """Give the space that was set aside back to the file system."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink("reserve", dir_fd=self._root_fd)
+
     def device_number(self) -> int:
         """The device of the directory, so that two paths on one file system are known as such."""
         return os.fstat(self._root_fd).st_dev
+
+    def size_bytes(self) -> int:
+        """How large the file system is, for us and all others."""
+        space = os.fstatvfs(self._root_fd)
+        return (space.f_blocks - space.f_bfree + space.f_bavail) * space.f_frsize
 
     def free_bytes(self) -> int:
         """What the file system would give us now."""

@@ -97,8 +97,7 @@ class Placement:
             return []
         if model is not None and abs(now_s - self._refused.get(model, -math.inf)) < _REFUSED_S:
             return None
-        # Where the device takes no writes the residency cannot be updated: nothing would be freed.
-        by_key = {entry.key: entry for entry in entries if entry.device.writable}
+        by_key = {entry.key: entry for entry in entries if entry.device.evictable}
         victims = choose_victims(
             (
                 Candidate(key, entry.model, entry.allocated_bytes, entry.last_use_s, key in self._pins)

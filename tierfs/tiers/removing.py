@@ -95,6 +95,7 @@ class Removals:
             gone.set()
         self.descriptors.close()
         close_all(self._closable)
+        self._dying.clear()
 
     def _unlinked(self, entry: Entry) -> None:
         opened = self.descriptors.retire(entry)

@@ -41,7 +41,7 @@ CREATE TABLE IF NOT EXISTS models (
 """
 
 
-# These say that the device failed, not that the database is damaged (the low byte of an extended code is its class).
+# These say that the device failed, not that the database is damaged (by primary result code).
 _DEVICE_ERRORS = frozenset(
     (
         sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR,
@@ -53,6 +53,12 @@ _DEVICE_ERRORS = frozenset(
 def boot_id() -> str:
     """The id of this boot of the machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+def result_code(error: sqlite3.Error) -> int:
+    """The primary result code; SQLITE_ERROR for an error that did not come from the library."""
+    code: int = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
+    return code & 0xFF
 
 
 @dataclass
@@ -105,7 +111,7 @@ class Residency:
             return self._load()
         except sqlite3.DatabaseError as error:
             self._close()
-            if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF in _DEVICE_ERRORS:
+            if result_code(error) in _DEVICE_ERRORS:
                 raise
             aside = self._move_aside()
             _log.error("residency unreadable database=%s moved_to=%s reason=%r", self._path, aside, str(error))

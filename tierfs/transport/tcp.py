@@ -44,6 +44,11 @@ class TcpConnection:
         self._in_thread = False
         self.peer = peer
 
+    @property
+    def sending_in_thread(self) -> bool:
+        """Whether a thread uses the descriptor now."""
+        return self._in_thread
+
     def close(self) -> None:
         """Close at once; a task that waits on the connection gets SourceUnavailable. May be called again."""
         if not self._closed:
