@@ -17,6 +17,7 @@ import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
+from time import sleep
 from types import FrameType
 
 import data
@@ -30,6 +31,7 @@ from report import Report, Sample
 from watching import Watch
 
 CHECKOUT = Path(__file__).resolve().parents[2]
+COLD_ATTEMPTS = 4
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
@@ -222,7 +224,8 @@ class Bench:
     def _make_cold(self, peer: other.Peer, *, source_cached: bool) -> float:
         """Drop the caches and return the share that is in memory all the same."""
         files = peer.cold_files()
-        for _ in range(2):  # a page that was dirty the first time is clean the second
+        for attempt in range(COLD_ATTEMPTS):
+            sleep(0.2 * attempt)  # pages that were dirty or on their way through a socket are free a moment later
             drop_caches(files)
             if source_cached:
                 files = [path for path in files if path != self.setting.large.path]

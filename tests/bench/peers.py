@@ -6,6 +6,7 @@ Called by main.py, which starts each once, and before every run calls `prepare`,
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -110,9 +111,14 @@ class PlainTree(Plain):
         return []
 
 
-def files_below(directory: Path) -> list[Path]:
-    """All regular files below a directory that have a page or more."""
-    return [path for path in directory.rglob("*") if path.is_file() and path.stat().st_size >= 4096]
+def files_below(directory: Path) -> dict[Path, int]:
+    """All regular files below a directory that have a page or more, with their sizes in bytes."""
+    found = {}
+    for path in directory.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # caches rename their files into place
+            if path.is_file() and (size_bytes := path.stat().st_size) >= 4096:
+                found[path] = size_bytes
+    return found
 
 
 def fill_by_reading(path: Path) -> None:
@@ -149,13 +155,20 @@ class JuiceFs(Peer):
         self.format("meta.db")
         self.mount_volume("meta.db")
         shutil.copyfile(self.setting.large.path, self.file)
-        fill_by_reading(self.file)
+        self.fill_cache()
+
+    def fill_cache(self) -> None:
+        """Read the file until its cache has all of it: it leaves blocks out when the disk cannot keep up."""
         size_bytes = self.setting.large.size_bytes
-        deadline = monotonic() + 60
-        while (cached := sum(path.stat().st_size for path in files_below(self.cache))) < size_bytes:
-            if monotonic() > deadline:
-                raise PeerFailed(f"its cache holds {cached} of {size_bytes} bytes after a whole read")
-            sleep(0.1)
+        for _ in range(10):
+            fill_by_reading(self.file)
+            deadline = monotonic() + 3
+            while monotonic() < deadline:
+                cached = sum(files_below(self.cache).values())
+                if cached >= size_bytes:
+                    return
+                sleep(0.1)
+        raise PeerFailed(f"its cache holds {cached} of {size_bytes} bytes after ten whole reads")
 
     def stop(self) -> None:
         unmount(self.mount)

@@ -172,7 +172,7 @@ def test_a_killed_daemon_leaves_a_mount_that_the_next_one_clears_and_its_content
     mounted = mount(serve(models).url, warm=warm_tier(tmp_path))
     tierfs("warm", mounted.path / "a")
     mounted.kill()
-    assert error_of(lambda: os.listdir(mounted.path)) == errno.ENOTCONN
+    assert error_of(lambda: os.listdir(mounted.path)) in (errno.ENOTCONN, errno.ECONNABORTED)
     refused = tierfs("status", mounted.path, check=False)
     assert refused.returncode == 1 and "is gone" in refused.stderr and len(refused.stderr.splitlines()) == 1
     mounted.mount()

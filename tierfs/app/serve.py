@@ -64,10 +64,11 @@ async def _serve(config: ServeConfig, ready_file: Path | None) -> None:
         for source in sources.values():
             await nursery.start(_run_source, source)
         addresses: Sequence[Address] = await nursery.start(server.run)
-        for address in addresses:
-            log.info("listening address=%s exports=%s", address, ",".join(sources) or "/")
         if ready_file is not None:
-            urls = [f"tierfs://{str(address).removeprefix('tcp://')}/{name}" for address in addresses for name in sources]
+            hosts = [str(address).removeprefix("tcp://") for address in addresses]
+            urls = [
+                f"tierfs://{host}/{name}" for host in hosts for name in sources
+            ]
             temporary = ready_file.with_name(ready_file.name + ".new")
             temporary.write_text("".join(url + "\n" for url in urls))
             temporary.replace(ready_file)

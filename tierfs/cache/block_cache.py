@@ -15,7 +15,9 @@ What must hold:
 - Nothing is put into memory or offered to a tier before its digest was compared.
 - While the source is away, its loads hold no buffer and no slot during back-off, and never more than a quarter of the
   pool, so what is resident goes on being served.
-- Each reader has its own deadline; a load goes on as long as one reader waits.
+- Each reader has its own deadline; a load goes on as long as one reader waits. Readers of one page queue up in the
+  kernel, and each asks again when the one before it has failed: those get the same error at once, else the tenth of
+  them would wait ten deadlines.
 """
 
 import logging
@@ -39,6 +41,8 @@ log = logging.getLogger(__name__)
 _CORRUPT_TRIES = 3  # a block the source sends wrong this often in a row is given up for this load
 _BACKOFF_FIRST_S = 0.05
 _BACKOFF_LIMIT_S = 2.0
+_SAME_OUTAGE_S = 1.0
+_TIMED_OUT_MAX = 10_000
 _SOURCE_LOADS = 32  # fetches at once: bandwidth x delay of a fast, far source (128 MiB of 4 MiB blocks)
 _LOCAL_LOADS = 8  # whole-block reads from local tiers at once; NVMe is saturated by fewer
 
@@ -109,6 +113,7 @@ class BlockCache:
         self._admits = admits
         self._contents: dict[VersionId, ContentId] = {}
         self._loads: dict[BlockKey, Load] = {}
+        self._timed_out: dict[BlockKey, float] = {}  # when a reader last waited for it in vain
         self._source_slots = Slots(max(2, min(_SOURCE_LOADS, pool.slots // 4)))
         self._local_slots = Slots(max(2, min(_LOCAL_LOADS, pool.slots // 4)))
         self._source_busy = Busy()
@@ -229,6 +234,9 @@ class BlockCache:
         return block.buffer.view[span.start_bytes : span.start_bytes + span.length_bytes]
 
     async def _wait(self, file: FileFacts, key: ObjectKey, block: int) -> MemoryBlock:
+        if trio.current_time() - self._timed_out.get((key, block), -math.inf) < _SAME_OUTAGE_S:
+            self.prefetch(file, block)  # and whoever comes after the source is back finds it
+            raise SourceTimeout(f"block {block} of {file.path!r} has just failed for another reader")
         load = self._loads.get((key, block)) or self._start(file, key, block, demand=True)
         load.join()
         try:
@@ -242,6 +250,9 @@ class BlockCache:
             return load.block
         if load.error is not None:
             raise load.error
+        if len(self._timed_out) > _TIMED_OUT_MAX:
+            self._timed_out.clear()
+        self._timed_out[(key, block)] = trio.current_time()
         raise SourceTimeout(
             f"block {block} of {file.path!r} did not arrive in {self._timeout_s:g} s"
             f" (source {self.source.statistics().state})"

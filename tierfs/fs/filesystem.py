@@ -102,7 +102,7 @@ class Filesystem:
                 links=self.tree.links(node),
                 cache=self.cache,
                 prefetcher=self._prefetcher,
-                readahead=self._expected.pop(inode, None) or self._new_readahead(facts),
+                readahead=self._expected.pop(inode) if inode in self._expected else self._new_readahead(facts),
                 go_on=lambda window_bytes: self._go_on(tree, node, window_bytes),
             )
             self._views[inode] = view

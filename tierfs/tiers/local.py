@@ -223,7 +223,9 @@ class DirectoryTier:
         entry = self._index.get(key)
         now_s = self._clock()
         if entry is not None:
-            entry.last_use_s = entry.device.used[entry.name] = now_s
+            entry.last_use_s = now_s
+            if entry.device.persistent:
+                entry.device.used[entry.name] = now_s
         self._placement.touch(key, entry, now_s)
         for device in self._devices:
             device.heat_changed = True

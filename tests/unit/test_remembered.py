@@ -1,0 +1,38 @@
+"""The last publication, kept for a start without the source."""
+
+from pathlib import Path
+
+from tierfs.blocks.ids import ContentId, VersionId
+from tierfs.catalog.remembered import Remembered
+from tierfs.catalog.schema import Publication
+from tierfs.testing.sources import catalog_of, version_of
+
+FILES = {b"a": b"1", b"b": b"2"}
+CATALOG = catalog_of(FILES, block_bytes=4096)
+A, B = (version_of(path, data) for path, data in FILES.items())
+CONTENT = ContentId(b"c" * 16)
+
+
+def test_catalog_and_content_ids_come_back(tmp_path: Path) -> None:
+    remembered = Remembered(tmp_path)
+    remembered.replace(Publication(CATALOG, {A: CONTENT, VersionId(b"gone" * 4): CONTENT}, 7))
+    remembered.add({A: CONTENT, B: ContentId(b"d" * 16)})
+    found = Remembered(tmp_path).load()
+    assert found is not None
+    assert found.catalog == CATALOG
+    assert found.contents == {A: CONTENT, B: b"d" * 16}
+    assert (tmp_path / "contents").stat().st_size == 64  # nothing twice, nothing of other generations
+
+
+def test_nothing_or_nonsense_is_nothing(tmp_path: Path) -> None:
+    assert Remembered(tmp_path).load() is None
+    (tmp_path / "catalog").write_bytes(b"nonsense")
+    assert Remembered(tmp_path).load() is None
+
+
+def test_a_torn_record_is_ignored(tmp_path: Path) -> None:
+    Remembered(tmp_path).replace(Publication(CATALOG, {A: CONTENT, B: CONTENT}, 1))
+    file = tmp_path / "contents"
+    file.write_bytes(file.read_bytes()[:-3])
+    found = Remembered(tmp_path).load()
+    assert found is not None and len(found.contents) == 1
