@@ -40,7 +40,7 @@ from tierfs.blocks.errors import (
 from tierfs.blocks.ids import VersionId, content_id, digest_block
 from tierfs.blocks.spans import Span
 from tierfs.catalog.schema import Catalog, Entry, Kind, encode
-from tierfs.tiers.remote import RemoteSource, parse_source_url
+from tierfs.tiers.remote import RemoteSource
 from tierfs.wire import messages as m
 
 TOKEN = b"t" * 32
@@ -413,9 +413,7 @@ def test_a_request_without_progress_fails_alone_while_others_get_on() -> None:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(stuck)
                 while not failed:
-                    await source.read_into(
-                        VersionId(VERSION), Span(1, 0, 1000), memoryview(bytearray(1000))
-                    )
+                    await source.read_into(VersionId(VERSION), Span(1, 0, 1000), memoryview(bytearray(1000)))
             assert script.connections == 1, "a connection that works was given up"
 
     run(main)
@@ -501,24 +499,10 @@ def test_requests_stay_within_what_the_server_takes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "expected"),
-    [
-        ("tierfs://10.0.0.5:7411/models", ("10.0.0.5", 7411, "models")),
-        ("tierfs://storage/", ("storage", 7411, "")),
-        ("tierfs://storage", ("storage", 7411, "")),
-        ("tierfs://[::1]:80/a%20b", ("::1", 80, "a b")),
-    ],
-)
-def test_a_url_names_host_port_and_export(url: str, expected: tuple[str, int, str]) -> None:
-    address, export = parse_source_url(url)
-    assert (address.host, address.port, export) == expected
-
-
-@pytest.mark.parametrize(
     "url",
     ["http://h/", "tierfs:/h", "tierfs://", "tierfs://h:99999/", "tierfs://h:0/", "tierfs://::1:80/", "tierfs://[h]/",
-     "tierfs://u@h/", "tierfs://h/%ff", "tierfs://h/x?y", "tierfs://h/" + "x" * 256],
+     "tierfs://u@h/", "tierfs://h/%ff", "tierfs://h/x?y", "tierfs://h/" + "x" * 256, "dir:/srv/models"],
 )  # fmt: skip
 def test_a_url_that_names_nothing_is_a_mistake_in_the_configuration(url: str) -> None:
     with pytest.raises(ConfigError):
-        parse_source_url(url)
+        remote(url)

@@ -10,9 +10,9 @@ import trio
 import trio.testing
 
 from tests.integration.serving import pattern, run
-from tierfs.blocks.errors import ConfigError, SourceUnavailable
+from tierfs.blocks.errors import SourceUnavailable
+from tierfs.config.addresses import Address
 from tierfs.transport import tcp
-from tierfs.transport.address import Address, is_loopback, parse_address
 
 
 @pytest.fixture
@@ -39,9 +39,7 @@ def test_a_file_is_sent_whole_and_received_in_place(tmp_path: Path, pair: tuple[
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(lambda: there.receive_exactly_into(memoryview(received), progress_timeout_s=10))
-                sent = await here.send_file(
-                    fd, 1000, len(data), progress_timeout_s=10, limiter=trio.CapacityLimiter(1)
-                )
+                sent = await here.send_file(fd, 1000, len(data), progress_timeout_s=10, limiter=trio.CapacityLimiter(1))
             assert sent == len(data) - 1000, "it ends where the file ends"
         finally:
             os.close(fd)
@@ -63,9 +61,7 @@ def test_a_descriptor_is_not_closed_while_a_thread_sends_to_it(
 
         async def send() -> None:
             with pytest.raises(SourceUnavailable, match="closed here"):
-                await connection.send_file(
-                    fd, 0, 64 << 20, progress_timeout_s=10, limiter=trio.CapacityLimiter(1)
-                )
+                await connection.send_file(fd, 0, 64 << 20, progress_timeout_s=10, limiter=trio.CapacityLimiter(1))
             failed.set()
 
         try:
@@ -122,35 +118,3 @@ def test_a_port_where_nobody_listens_is_unavailable() -> None:
             await tcp.connect(Address("127.0.0.1", port), timeout_s=5)
 
     run(main)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("tcp://127.0.0.1:80", Address("127.0.0.1", 80)),
-        ("127.0.0.1:0", Address("127.0.0.1", 0)),
-        ("tcp://storage-1.local", Address("storage-1.local", 7411)),
-        ("tcp://[::1]:80/", Address("::1", 80)),
-        ("[fe80::1%eth0]", Address("fe80::1%eth0", 7411)),
-    ],
-)
-def test_an_address_is_parsed_and_printed(text: str, expected: Address) -> None:
-    assert parse_address(text) == expected
-    assert parse_address(str(expected)) == expected
-
-
-@pytest.mark.parametrize(
-    "text", ["", "tcp://", "udp://h:1", "h:p", "h:65536", "::1:80", "[h]:1", "[]:1", "a b:1", "u@h:1", "h:1/x", "h:-1"]
-)
-def test_what_is_no_address_is_a_mistake_in_the_configuration(text: str) -> None:
-    with pytest.raises(ConfigError):
-        parse_address(text)
-
-
-@pytest.mark.parametrize(
-    ("host", "expected"),
-    [("127.0.0.1", True), ("127.8.9.1", True), ("::1", True), ("::ffff:127.0.0.1", True), ("0.0.0.0", False),
-     ("::", False), ("10.0.0.1", False), ("::ffff:10.0.0.1", False), ("fe80::1%lo", False)],
-)  # fmt: skip
-def test_loopback_is_told_from_the_rest(host: str, expected: bool) -> None:
-    assert is_loopback(host) is expected

@@ -168,9 +168,7 @@ def test_threads_that_fault_tensors_in_any_order_are_as_fast_as_one_reader(
 ) -> None:
     rng = random.Random(seed)
     size = 4 * FILE
-    work = tensors_by_threads(
-        size, threads=threads, tensor_bytes=tensor_mib * MIB, request_bytes=512 * KIB, rng=rng
-    )
+    work = tensors_by_threads(size, threads=threads, tensor_bytes=tensor_mib * MIB, request_bytes=512 * KIB, rng=rng)
     report = run(work, files=(size,))
     plain = run([sequential(size, MIB)], files=(size,))
     assert report.amplification == 1.0

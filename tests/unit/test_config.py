@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from tierfs.blocks.errors import ConfigError
-from tierfs.config.addresses import Address, DirectorySource, RemoteSource, parse_listen, parse_source_url
+from tierfs.config.addresses import (
+    Address,
+    DirectorySource,
+    RemoteSource,
+    parse_address,
+    parse_listen,
+    parse_source_url,
+)
 from tierfs.config.load import load_mount_config, load_serve_config, serve_config_for_directory
 from tierfs.config.relations import load_token
 
@@ -153,6 +160,12 @@ def test_tokens_lose_white_space_and_must_not_be_empty(write: Write, tmp_path: P
         load_mount_config(write(SOURCE + 'token_file = "token"\n'))
 
 
+def test_a_token_is_never_the_first_part_of_a_longer_one(tmp_path: Path) -> None:
+    (tmp_path / "token").write_bytes(b"t" * 4096 + b"\nmore")
+    with pytest.raises(ConfigError, match="at most 4096 bytes"):
+        load_token(tmp_path / "token")
+
+
 def test_a_directory_is_served_under_the_empty_name(tmp_path: Path) -> None:
     config = serve_config_for_directory(tmp_path, {"server.listen": ["tcp://127.0.0.1:0"], "export.settle": "2s"})
     assert list(config.exports) == [""]
@@ -206,6 +219,10 @@ def test_a_mistake_in_a_server_file(write: Write, tmp_path: Path, text: str, key
     [
         ("tierfs://127.0.0.1:7411/", RemoteSource(Address("127.0.0.1", 7411), "")),
         ("tierfs://node", RemoteSource(Address("node", 7411), "")),
+        ("tierfs://node/", RemoteSource(Address("node", 7411), "")),
+        ("tierfs://10.0.0.5:7411/models", RemoteSource(Address("10.0.0.5", 7411), "models")),
+        ("tierfs://10.0.0.5/models/", RemoteSource(Address("10.0.0.5", 7411), "models")),
+        ("tierfs://[::1]:80/a%20b", RemoteSource(Address("::1", 80), "a b")),
         ("tierfs://[::1]:99/m-1", RemoteSource(Address("::1", 99), "m-1")),
         ("dir:/srv/models", DirectorySource("/srv/models")),
     ],
@@ -226,6 +243,14 @@ def test_source_urls(text: str, source: Any) -> None:
         "tierfs://h/a/b",
         "tierfs://u@h/a",
         "tierfs://[x]/",
+        "http://h/",
+        "tierfs:/h",
+        "tierfs://h:99999/",
+        "tierfs://::1:80/",
+        "tierfs://u@h/",
+        "tierfs://h/%ff",
+        "tierfs://h/x?y",
+        "tierfs://h/" + "x" * 256,
     ],
 )
 def test_bad_source_urls(text: str) -> None:
@@ -237,3 +262,35 @@ def test_which_addresses_stay_on_this_machine() -> None:
     local = [parse_listen(f"tcp://{host}:1").loopback for host in ("127.0.0.1", "127.9.9.9", "[::1]", "localhost")]
     others = [parse_listen(f"tcp://{host}:1").loopback for host in ("0.0.0.0", "[::]", "10.0.0.1", "node")]
     assert all(local) and not any(others)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("tcp://127.0.0.1:80", Address("127.0.0.1", 80)),
+        ("127.0.0.1:0", Address("127.0.0.1", 0)),
+        ("tcp://storage-1.local", Address("storage-1.local", 7411)),
+        ("tcp://[::1]:80/", Address("::1", 80)),
+        ("[fe80::1%eth0]", Address("fe80::1%eth0", 7411)),
+    ],
+)
+def test_an_address_is_parsed_and_printed(text: str, expected: Address) -> None:
+    assert parse_address(text) == expected
+    assert parse_address(str(expected)) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["", "tcp://", "udp://h:1", "h:p", "h:65536", "::1:80", "[h]:1", "[]:1", "a b:1", "u@h:1", "h:1/x", "h:-1"]
+)
+def test_what_is_no_address_is_a_mistake_in_the_configuration(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_address(text)
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("127.0.0.1", True), ("127.8.9.1", True), ("::1", True), ("::ffff:127.0.0.1", True), ("0.0.0.0", False),
+     ("::", False), ("10.0.0.1", False), ("::ffff:10.0.0.1", False), ("fe80::1%lo", False)],
+)  # fmt: skip
+def test_loopback_is_told_from_the_rest(host: str, expected: bool) -> None:
+    assert Address(host, 0).loopback is expected

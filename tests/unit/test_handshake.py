@@ -126,9 +126,10 @@ def test_a_second_challenge_is_refused_by_the_client() -> None:
 
 def test_the_transcript_is_the_documented_one() -> None:
     transcript = b"tierfs-handshake\0\x01\x06client\x06\x00\x20\x20models" + CLIENT_NONCE + SERVER_NONCE
-    assert prove(
-        TOKEN, Role.CLIENT, export="models", client_nonce=CLIENT_NONCE, server_nonce=SERVER_NONCE
-    ) == hmac.new(TOKEN, transcript, hashlib.sha256).digest()
+    assert (
+        prove(TOKEN, Role.CLIENT, export="models", client_nonce=CLIENT_NONCE, server_nonce=SERVER_NONCE)
+        == hmac.new(TOKEN, transcript, hashlib.sha256).digest()
+    )
 
 
 _part = st.tuples(

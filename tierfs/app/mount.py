@@ -22,7 +22,7 @@ from pathlib import Path
 
 import trio
 
-from tierfs.app.secrets import client_tls, read_token
+from tierfs.app.secrets import client_tls
 from tierfs.blocks.errors import MountFailed, ProtocolError, SourceUnavailable, TierfsError, first
 from tierfs.blocks.ids import ObjectKey, VersionId
 from tierfs.cache.block_cache import BlockCache
@@ -30,6 +30,7 @@ from tierfs.cache.buffers import BufferPool
 from tierfs.cache.prefetcher import Prefetcher
 from tierfs.catalog import schema
 from tierfs.catalog.schema import Kind, Publication
+from tierfs.config.relations import load_token
 from tierfs.config.schema import MountConfig
 from tierfs.control import commands, registry
 from tierfs.control import socket as control_socket
@@ -297,7 +298,7 @@ def make_source(config: MountConfig) -> Source:
         )
     return RemoteSource(
         settings.url,
-        token=read_token(settings.token_file),
+        token=None if settings.token_file is None else load_token(settings.token_file),
         connections=settings.connections,
         tls=client_tls(enabled=settings.tls, ca_file=settings.tls_ca_file),
         # A silent server must be given up often enough for another try within the reader's deadline.

@@ -1,22 +1,9 @@
-"""Tokens and certificates: the files the configuration names, as what the transports take."""
+"""Certificates: the files the configuration names, as what the transports take."""
 
 import ssl
 from pathlib import Path
 
 from tierfs.blocks.errors import ConfigError
-
-
-def read_token(path: Path | None) -> bytes | None:
-    """The shared token in a file, without the white space around it. Raises ConfigError; never shows the token."""
-    if path is None:
-        return None
-    try:
-        token = path.read_bytes().strip()
-    except OSError as error:
-        raise ConfigError(f"cannot read the token file {path}: {error.strerror}") from error
-    if not token:
-        raise ConfigError(f"the token file {path} is empty")
-    return token
 
 
 def client_tls(*, enabled: bool, ca_file: Path | None) -> ssl.SSLContext | None:

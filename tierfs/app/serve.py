@@ -8,13 +8,14 @@ from pathlib import Path
 
 import trio
 
-from tierfs.app.secrets import read_token, server_tls
+from tierfs.app.secrets import server_tls
 from tierfs.blocks.errors import TierfsError, first
+from tierfs.config.addresses import Address
+from tierfs.config.relations import load_token
 from tierfs.config.schema import ServeConfig
 from tierfs.server.limits import ServerLimits
 from tierfs.server.listener import Server
 from tierfs.tiers.directory import DirectorySource
-from tierfs.transport.address import Address
 
 log = logging.getLogger(__name__)
 
@@ -46,9 +47,8 @@ async def _serve(config: ServeConfig, ready_file: Path | None) -> None:
         )
         for name, export in config.exports.items()
     }
-    tokens = {
-        name: read_token(export.token_file or config.server.token_file) for name, export in config.exports.items()
-    }
+    token_files = {name: export.token_file or config.server.token_file for name, export in config.exports.items()}
+    tokens = {name: None if path is None else load_token(path) for name, path in token_files.items()}
     server = Server(
         sources,
         listen=config.server.listen,
@@ -65,10 +65,7 @@ async def _serve(config: ServeConfig, ready_file: Path | None) -> None:
             await nursery.start(_run_source, source)
         addresses: Sequence[Address] = await nursery.start(server.run)
         if ready_file is not None:
-            hosts = [str(address).removeprefix("tcp://") for address in addresses]
-            urls = [
-                f"tierfs://{host}/{name}" for host in hosts for name in sources
-            ]
+            urls = [f"tierfs://{address.host_port}/{name}" for address in addresses for name in sources]
             temporary = ready_file.with_name(ready_file.name + ".new")
             temporary.write_text("".join(url + "\n" for url in urls))
             temporary.replace(ready_file)

@@ -28,9 +28,7 @@ def content_id(block_digests: bytes | bytearray, size_bytes: int) -> ContentId:
     return ContentId(xxhash.xxh3_128_digest(bytes(block_digests) + struct.pack("<Q", size_bytes)))
 
 
-def version_id(
-    *, export: str, path: bytes, inode: int, size_bytes: int, mtime_ns: int, ctime_ns: int
-) -> VersionId:
+def version_id(*, export: str, path: bytes, inode: int, size_bytes: int, mtime_ns: int, ctime_ns: int) -> VersionId:
     """The version id of a scanned file.
 
     ``path`` is the first path of its hard-link group, relative to the export. No device number goes in:
@@ -38,6 +36,4 @@ def version_id(
     """
     stat = struct.pack("<QQqq", inode, size_bytes, mtime_ns, ctime_ns)
     name = export.encode("utf-8", "surrogateescape")
-    return VersionId(
-        xxhash.xxh3_128_digest(struct.pack("<II", len(name), len(path)) + name + path + stat)
-    )
+    return VersionId(xxhash.xxh3_128_digest(struct.pack("<II", len(name), len(path)) + name + path + stat))

@@ -119,8 +119,12 @@ class BlockCache:
         self._source_busy = Busy()
         self._tier_busy = Busy()
         self._nursery: trio.Nursery | None = None
-        self.on_room: Callable[[], None] = lambda: None  # the prefetcher listens: a load ended or a block was read
+        # The prefetcher listens: a load ended; a prefetched block was read; a sequential reader has to wait.
+        self.on_room: Callable[[], None] = lambda: None
+        self.on_prefetched_read: Callable[[], None] = lambda: None
+        self.on_wait: Callable[[], None] = lambda: None
         pool.reclaim = self.memory.reclaim
+        pool.recycle = self.memory.recycle
 
     async def run(self, *, task_status: "trio.TaskStatus[None]" = trio.TASK_STATUS_IGNORED) -> None:
         """Own the loads. Cancelling it cancels them all; their waiters get SourceUnavailable."""
@@ -185,6 +189,8 @@ class BlockCache:
                 if data is not None:
                     return data
                 break  # not to be had in parts: load the whole block, verified, from here or from below
+        if sequential:
+            self.on_wait()
         block = await self._wait(file, key, span.block)
         return self._serve((key, span.block), block, span)
 
@@ -230,7 +236,7 @@ class BlockCache:
         was_unread = block.prefetched
         self.memory.served(key, block, span.length_bytes)
         if was_unread:
-            self.on_room()
+            self.on_prefetched_read()
         return block.buffer.view[span.start_bytes : span.start_bytes + span.length_bytes]
 
     async def _wait(self, file: FileFacts, key: ObjectKey, block: int) -> MemoryBlock:

@@ -16,6 +16,8 @@ from tierfs.cache.buffers import Buffer
 
 BlockKey = tuple[ObjectKey, int]
 
+_READ_BLOCKS_KEPT = 4
+
 
 @dataclass(eq=False, slots=True)
 class MemoryBlock:
@@ -75,12 +77,18 @@ class BlockMemory:
 
     def reclaim(self) -> bool:
         """Drop the block that is worth least and whose buffer becomes free by it; False when there is none."""
-        for blocks in (self._read, self._partly):
-            for key, block in blocks.items():
-                if block.buffer.holders == 1:
-                    del blocks[key]
-                    self._forget(key, block)
-                    return True
+        return self._drop_first(self._read) or self._drop_first(self._partly)
+
+    def recycle(self) -> bool:
+        """Drop a block read to its end, unless there are only a few: readers a little behind still want those."""
+        return len(self._read) > _READ_BLOCKS_KEPT and self._drop_first(self._read)
+
+    def _drop_first(self, blocks: OrderedDict[BlockKey, MemoryBlock]) -> bool:
+        for key, block in blocks.items():
+            if block.buffer.holders == 1:
+                del blocks[key]
+                self._forget(key, block)
+                return True
         return False
 
     def drop(self, key: BlockKey) -> None:

@@ -1,8 +1,8 @@
 """The prefetcher: takes planned blocks from file views and loads them as far as the budget allows.
 
 A file view puts plans in without waiting. Each file has a short queue; files take turns, so that one stream does not
-starve another. How much may be prefetched and unread at a time is policy/budget. A full queue drops the plan's tail,
-and says from where on, so that readahead plans it again.
+starve another. How much may be prefetched and unread at a time is policy/pace within policy/budget. A full queue drops
+the plan's tail, and says from where on, so that readahead plans it again.
 
     file views ─ plan() ─►  per-file queues  ─ budget ─►  BlockCache.prefetch ─►  loads (after all demand)
 """
@@ -14,9 +14,11 @@ import trio
 from tierfs.blocks.errors import SourceUnavailable
 from tierfs.cache.block_cache import BlockCache, FileFacts
 from tierfs.policy.budget import BudgetConfig, Usage, prefetch_blocks
+from tierfs.policy.pace import Pace
 
 _QUEUED_BLOCKS_PER_FILE = 256
 _QUEUED_FILES = 1024
+_RUN_AHEAD_BLOCKS = 8
 _BUDGET = BudgetConfig(share_percent=50)  # of the pool; fetches and blocks being written need buffers, too
 
 
@@ -28,7 +30,11 @@ class Prefetcher:
         self._queues: OrderedDict[FileFacts, deque[int]] = OrderedDict()
         self._wake = trio.Event()
         self.dropped_blocks = 0
+        most = max(1, prefetch_blocks(_BUDGET, Usage(pool_blocks=cache.pool.slots, demand_blocks=0, unread_blocks=0)))
+        self.pace = Pace(floor_blocks=min(_RUN_AHEAD_BLOCKS, most), ceiling_blocks=most)
         cache.on_room = self._signal
+        cache.on_wait = self._waited
+        cache.on_prefetched_read = self._read
 
     def plan(self, file: FileFacts, blocks: range) -> int | None:
         """Prefetch these blocks, in this order. Never waits; returns the first block for which there was no room."""
@@ -71,13 +77,21 @@ class Prefetcher:
             demand_blocks=cache.loading - prefetching,
             unread_blocks=cache.memory.prefetched_unread + prefetching,
         )
-        room = prefetch_blocks(_BUDGET, usage)
+        room = min(prefetch_blocks(_BUDGET, usage), self.pace.blocks - usage.unread_blocks)
         while room > 0 and self._queues:
             file, queue = self._queues.popitem(last=False)
             if queue:
                 room -= cache.prefetch(file, queue.popleft())
             if queue:
                 self._queues[file] = queue
+
+    def _waited(self) -> None:
+        self.pace.waited()
+        self._signal()
+
+    def _read(self) -> None:
+        self.pace.read()
+        self._signal()
 
     def _signal(self) -> None:
         self._wake.set()

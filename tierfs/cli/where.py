@@ -27,5 +27,6 @@ def where(
             eta = "not known yet" if answer["eta_s"] is None else f"{answer['eta_s']:.1f} s"
             print(
                 f"{answer['path']}: {format_bytes(answer['bytes'])} in {answer['files']} files;"
-                f" {tiers or 'no local tier'}, only at the source {format_bytes(answer['missing_bytes'])}; load time {eta}"
+                f" {tiers or 'no local tier'}, only at the source {format_bytes(answer['missing_bytes'])};"
+                f" load time {eta}"
             )

@@ -30,11 +30,12 @@ def load_token(path: Path) -> bytes:
     """The shared token in that file, white space around it removed. Raises ConfigError without the file's content."""
     try:
         with path.open("rb") as file:
-            token = file.read(TOKEN_BYTES_MAX + 1).strip()
+            content = file.read(TOKEN_BYTES_MAX + 1)
     except OSError as error:
         raise ConfigError(f"{path}: the token cannot be read: {error.strerror}") from error
-    if not token or len(token) > TOKEN_BYTES_MAX:
-        raise ConfigError(f"{path}: expected a token of 1 to {TOKEN_BYTES_MAX} bytes")
+    token = content.strip()
+    if not token or len(content) > TOKEN_BYTES_MAX:  # never the first part of a longer one
+        raise ConfigError(f"{path}: expected a token, in a file of at most {TOKEN_BYTES_MAX} bytes")
     return token
 
 

@@ -16,13 +16,13 @@ from collections.abc import Mapping, Sequence
 import trio
 
 from tierfs.blocks.errors import AuthenticationFailed, ConfigError, NotFound, ProtocolError, TierfsError
+from tierfs.config.addresses import Address, parse_address
 from tierfs.server.budget import ByteBudget
 from tierfs.server.exports import Exported
 from tierfs.server.feed import ExportFeed
 from tierfs.server.limits import ServerLimits, ServerStatistics
 from tierfs.server.session import Session
 from tierfs.transport import tcp
-from tierfs.transport.address import Address, is_loopback, parse_address
 from tierfs.wire.handshake import ServerHandshake
 from tierfs.wire.messages import NONCE_BYTES, Code, Welcome
 
@@ -96,7 +96,7 @@ class Server:
                 try:
                     literals = await tcp.resolve(address)
                     for literal in literals:  # before anything listens on it
-                        if open_exports and not is_loopback(literal.host):
+                        if open_exports and not literal.loopback:
                             raise ConfigError(
                                 f"export {open_exports[0]!r} has no token and would be readable by every machine that"
                                 f" reaches {literal}: give it a token file, or listen on tcp://127.0.0.1 only"

@@ -245,9 +245,7 @@ class Session:
             self._logged.add(repr(error))
             log.error("request_failed peer=%s error=%r", self._connection.peer, error, exc_info=error)
 
-    async def _read_block(
-        self, request_id: int, request: _Request, message: m.ReadBlock, feed: ExportFeed
-    ) -> None:
+    async def _read_block(self, request_id: int, request: _Request, message: m.ReadBlock, feed: ExportFeed) -> None:
         length_bytes = message.length_bytes
         if length_bytes > min(DATA_LIMIT_BYTES, feed.block_bytes or DATA_LIMIT_BYTES):
             raise SourceRefused(f"{length_bytes} bytes are more than a block of this export")

@@ -27,9 +27,7 @@ def catalog_of(files: Mapping[bytes, bytes], *, block_bytes: int, generation: in
     for path, data in sorted(files.items()):
         above, _, name = path.rpartition(b"/")
         parent = directory(above)
-        entries.append(
-            Entry(parent, name, Kind.FILE, 0o644, 1, size_bytes=len(data), version=version_of(path, data))
-        )
+        entries.append(Entry(parent, name, Kind.FILE, 0o644, 1, size_bytes=len(data), version=version_of(path, data)))
     return Catalog("memory", generation, block_bytes, entries)
 
 

@@ -13,11 +13,9 @@ import logging
 import math
 import mmap
 import random
-import re
 import secrets
 import ssl
 import time
-import urllib.parse
 from collections.abc import Callable, Mapping
 
 import trio
@@ -35,9 +33,9 @@ from tierfs.blocks.errors import (
 from tierfs.blocks.ids import BlockDigest, ContentId, VersionId
 from tierfs.blocks.spans import Span
 from tierfs.catalog.schema import Catalog, Publication, catalog_digest, decode
+from tierfs.config.addresses import parse_remote_url
 from tierfs.tiers.interface import SourceStatistics
 from tierfs.tiers.remote_link import Link, open_link
-from tierfs.transport.address import Address, parse_host_port
 from tierfs.wire import messages as m
 
 log = logging.getLogger(__name__)
@@ -47,24 +45,6 @@ _BACKOFF_LAST_S = 5.0
 _BACKOFF_WANTED_S = 0.25  # when a reader waits: what is between two attempts at least
 _FOLLOW_PAUSE_S = 0.05  # bounds what a server with endless news can cost
 _REFUSALS = (AuthenticationFailed, NotFound, ProtocolError, SourceRefused)  # trying again at once does not help
-
-
-def parse_source_url(url: str) -> tuple[Address, str]:
-    """``tierfs://host:port/export`` as address and export name (percent-decoded, may be empty). Raises ConfigError."""
-    match = re.fullmatch(r"tierfs://([^/?#]*)(?:/([^?#]*))?", url)
-    if match is None:
-        raise ConfigError(f"{url!r}: expected tierfs://host:port/export")
-    address = parse_host_port(match[1], whole=url)
-    try:
-        export = urllib.parse.unquote(match[2] or "", errors="strict").removesuffix("/")
-        name_bytes = len(export.encode())
-    except UnicodeError as error:
-        raise ConfigError(f"{url!r}: the export's name is not UTF-8") from error
-    if address.port == 0:
-        raise ConfigError(f"{url!r}: port 0 cannot be connected to")
-    if name_bytes > m.EXPORT_LIMIT_BYTES:
-        raise ConfigError(f"{url!r}: the export's name is longer than {m.EXPORT_LIMIT_BYTES} bytes")
-    return address, export
 
 
 class RemoteSource:
@@ -85,7 +65,8 @@ class RemoteSource:
         nonce: Callable[[], bytes] = lambda: secrets.token_bytes(m.NONCE_BYTES),
     ) -> None:
         """``jitter`` spreads reconnects; pass a seeded one to make them repeatable. Raises ConfigError."""
-        self._address, self._export = parse_source_url(url)
+        named = parse_remote_url(url)
+        self._address, self._export = named.address, named.export
         if token is not None and not token:
             raise ConfigError("the token of the source is empty")
         if connections < 1 or max_in_flight_blocks < 1:
@@ -277,9 +258,7 @@ class RemoteSource:
 
     async def _follow_once(self, link: Link) -> None:
         watch = m.Watch(boot=self._boot, catalog_digest=self._digest, known_contents=self._known_contents)
-        reply = await link.request(
-            watch, m.Type.CHANGED, data_limit_bytes=m.CONTENTS_LIMIT_BYTES, timeout_s=math.inf
-        )
+        reply = await link.request(watch, m.Type.CHANGED, data_limit_bytes=m.CONTENTS_LIMIT_BYTES, timeout_s=math.inf)
         changed = reply.message
         assert isinstance(changed, m.Changed), "the link checks the type of a reply"
         if len(reply.data) % m.CONTENT_PAIR_BYTES:

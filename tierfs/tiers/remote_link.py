@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import trio
 
 from tierfs.blocks.errors import ProtocolError, SourceUnavailable, TierfsError
+from tierfs.config.addresses import Address
 from tierfs.transport import tcp
-from tierfs.transport.address import Address
 from tierfs.wire import messages as m
 from tierfs.wire.connection import Pending, PendingRequests
 from tierfs.wire.framing import BODY_LIMIT_BYTES, HEADER_BYTES, Header, parse_header
@@ -190,9 +190,7 @@ class Link:
             await self._connection.receive_exactly_into(head, progress_timeout_s=math.inf)
             header = parse_header(head, body_limit_bytes=BODY_LIMIT_BYTES)
             body = bytearray(header.body_bytes)
-            await self._connection.receive_exactly_into(
-                memoryview(body), progress_timeout_s=self._request_timeout_s
-            )
+            await self._connection.receive_exactly_into(memoryview(body), progress_timeout_s=self._request_timeout_s)
             self._received_s = trio.current_time()
             if header.request_id == 0:
                 raise _last_word(m.decode(header.type, bytes(body)))

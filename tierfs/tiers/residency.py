@@ -170,9 +170,7 @@ class Residency:
             )
             for name, key, alias in keys:
                 db.execute("UPDATE objects SET key = ? WHERE name = ?", (key, name))
-                db.execute(
-                    "INSERT OR REPLACE INTO aliases SELECT ?, id FROM objects WHERE name = ?", (alias, name)
-                )
+                db.execute("INSERT OR REPLACE INTO aliases SELECT ?, id FROM objects WHERE name = ?", (alias, name))
             db.executemany("UPDATE objects SET last_use_s = ? WHERE name = ?", [(when, name) for name, when in used])
             if models is not None:
                 db.execute("DELETE FROM models")

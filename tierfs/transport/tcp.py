@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable
 import trio
 
 from tierfs.blocks.errors import AuthenticationFailed, SourceUnavailable
-from tierfs.transport.address import Address
+from tierfs.config.addresses import Address
 
 RECEIVE_CHUNK_BYTES = 1 << 20  # between two checkpoints; about 0.2 ms of copying
 SEND_CHUNK_BYTES = 512 << 10
@@ -282,9 +282,7 @@ async def connect(
 
 async def resolve(address: Address) -> list[Address]:
     """The literal addresses of a host, to listen on. Raises OSError."""
-    found = await trio.socket.getaddrinfo(
-        address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )
+    found = await trio.socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     return list(dict.fromkeys(Address(str(where[0]), int(where[1])) for *_, where in found))
 
 
@@ -355,9 +353,7 @@ async def _start_tls(
 ) -> socket.socket:
     if tls is None:
         return sock
-    wrapped = tls.wrap_socket(
-        sock, server_side=server_side, do_handshake_on_connect=False, server_hostname=server_name
-    )
+    wrapped = tls.wrap_socket(sock, server_side=server_side, do_handshake_on_connect=False, server_hostname=server_name)
     try:
         while True:
             wait: Callable[[socket.socket], Awaitable[None]]

@@ -20,11 +20,11 @@ from tierfs.blocks.errors import (
     StaleVersion,
     TierfsError,
 )
+from tierfs.config.addresses import EXPORT_LIMIT_BYTES
 from tierfs.wire.framing import encode_header
 
 NONCE_BYTES = 32
 PROOF_BYTES = 32
-EXPORT_LIMIT_BYTES = 255
 REASON_LIMIT_CHARACTERS = 1024
 CONTENT_PAIR_BYTES = 32  # a version id, then its content id
 CONTENTS_LIMIT_BYTES = 4 << 20  # of one Changed; the next Watch gets the rest
