@@ -23,12 +23,12 @@ from pathlib import Path
 import trio
 
 from tierfs.app.secrets import client_tls
-from tierfs.blocks.errors import MountFailed, ProtocolError, SourceUnavailable, TierfsError, first
+from tierfs.blocks.errors import MountFailed, SourceUnavailable, TierfsError, first
 from tierfs.blocks.ids import ObjectKey, VersionId
 from tierfs.cache.block_cache import BlockCache
 from tierfs.cache.buffers import BufferPool
 from tierfs.cache.prefetcher import Prefetcher
-from tierfs.catalog import schema
+from tierfs.catalog.remembered import Remembered
 from tierfs.catalog.schema import Kind, Publication
 from tierfs.config.relations import load_token
 from tierfs.config.schema import MountConfig
@@ -127,6 +127,7 @@ class _Mount:
         name = hashlib.sha256(config.source.url.encode()).hexdigest()[:16]
         self._state = Path(config.state_dir) / "mounts" / name
         self._state.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._remembered = Remembered(self._state)
 
     async def run(self) -> None:
         config = self._config
@@ -242,21 +243,18 @@ class _Mount:
         scope.cancel()  # readers that wait for the source get an error from the kernel when the session closes
 
     async def _first_publication(self, source: Source) -> Publication:
-        saved = self._state / "catalog"
         with trio.move_on_after(self._config.source.timeout):
             publication = await source.publication()
-            await trio.to_thread.run_sync(_save, saved, publication.catalog)
+            await trio.to_thread.run_sync(self._remembered.replace, publication)
             return publication
         statistics = source.statistics()
         reason = f"the source {statistics.url} cannot be reached: {statistics.reason or 'no answer'}"
-        try:
-            catalog = schema.decode(saved.read_bytes())
-        except (OSError, ProtocolError) as error:
-            raise SourceUnavailable(
-                f"{reason}; check that `tierfs serve` runs there and that the address is right"
-            ) from error
-        log.warning("source-down-at-start using=saved-catalog generation=%d reason=%s", catalog.generation, reason)
-        return Publication(catalog, {}, -1)
+        remembered = await trio.to_thread.run_sync(self._remembered.load)
+        if remembered is None:
+            raise SourceUnavailable(f"{reason}; check that `tierfs serve` runs there and that the address is right")
+        generation = remembered.catalog.generation
+        log.warning("source-down-at-start using=remembered-catalog generation=%d reason=%s", generation, reason)
+        return remembered
 
     async def _follow(self, source: Source, filesystem: Filesystem, publication: Publication) -> None:
         """Take over each new publication; a new generation's tree is built in a thread, then put in place at once."""
@@ -276,9 +274,10 @@ class _Mount:
                 filesystem.replace(tree)
                 known = {VersionId(e.version) for e in newest.catalog.entries if e.kind is Kind.FILE}
                 cache.retain(known | filesystem.open_versions())
-                await trio.to_thread.run_sync(_save, self._state / "catalog", newest.catalog)
+                await trio.to_thread.run_sync(self._remembered.replace, newest)
             else:
                 cache.learn(newest.contents)
+                await trio.to_thread.run_sync(self._remembered.add, newest.contents)
             publication = newest
             await trio.sleep(_CONTENT_BATCH_S)
 
@@ -345,12 +344,6 @@ def _hot_admission(config: MountConfig) -> Callable[[LocalTier, ObjectKey], bool
 
 async def _running(part: Source | LocalTier | BlockCache | Prefetcher, *, task_status: "trio.TaskStatus[None]") -> None:
     await part.run(task_status=task_status)
-
-
-def _save(path: Path, catalog: schema.Catalog) -> None:
-    temporary = path.with_suffix(".new")
-    temporary.write_bytes(schema.encode(catalog))
-    temporary.replace(path)
 
 
 def _watchdog() -> None:

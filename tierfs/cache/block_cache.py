@@ -241,7 +241,8 @@ class BlockCache:
 
     async def _wait(self, file: FileFacts, key: ObjectKey, block: int) -> MemoryBlock:
         if trio.current_time() - self._timed_out.get((key, block), -math.inf) < _SAME_OUTAGE_S:
-            self.prefetch(file, block)  # and whoever comes after the source is back finds it
+            # Whoever comes once the source is back finds it.
+            (self._loads.get((key, block)) or self._start(file, key, block, demand=False)).hurry.set()
             raise SourceTimeout(f"block {block} of {file.path!r} has just failed for another reader")
         load = self._loads.get((key, block)) or self._start(file, key, block, demand=True)
         load.join()
