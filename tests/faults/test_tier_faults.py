@@ -436,7 +436,7 @@ def test_unreadable_index_is_moved_aside_and_the_tier_starts_empty(
             assert await content.hits(tier) == 4
 
     run(test)
-    assert "residency unreadable" in caplog.text
+    assert "residency_unreadable" in caplog.text
 
 
 def test_directory_held_by_another_process_is_refused_with_its_pid(tmp_path: Path) -> None:

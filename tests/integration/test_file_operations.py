@@ -190,6 +190,15 @@ def test_names_and_missing_names(mounted: Path, tree: Path) -> None:
     assert refused(lambda: os.stat(mounted / ("y" * 255))) == errno.ENOENT
 
 
+def test_listings_have_the_dots_and_every_name_once(mounted: Path) -> None:
+    listed = subprocess.run(["ls", "-aif", mounted / "sizes"], capture_output=True, text=True, check=True).stdout
+    lines = [line.split() for line in listed.splitlines()]
+    assert sorted(name for _, name in lines) == sorted([".", "..", *map(str, SIZES)])
+    inodes = {name: int(number) for number, name in lines}
+    assert inodes["."] == (mounted / "sizes").stat().st_ino
+    assert inodes[".."] == mounted.stat().st_ino
+
+
 def test_hub_links(mounted: Path, tree: Path) -> None:
     for revision in ("rev1", "rev2"):
         for number in range(3):

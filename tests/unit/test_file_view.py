@@ -90,7 +90,10 @@ def test_a_listing_stays_that_of_its_generation() -> None:
             handle = filesystem.open_directory(1)
             source.publish({b"c": b"3"})
             filesystem.replace(Tree((await source.publication()).catalog, filesystem.inodes))
-            assert [node.entry.name for node, _ in filesystem.entries(handle, 0)] == [b"a", b"b"]
+            assert [name for name, _, _ in filesystem.entries(handle, 0)] == [b".", b"..", b"a", b"b"]
+            for start in range(5):
+                names = [name for name, _, _ in filesystem.entries(handle, start)]
+                assert names == [b".", b"..", b"a", b"b"][start:]
             with pytest.raises(NotFound):
                 filesystem.lookup(1, b"a")
             filesystem.close_directory(handle)

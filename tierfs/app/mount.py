@@ -23,8 +23,9 @@ from pathlib import Path
 import trio
 
 from tierfs.app.secrets import client_tls
-from tierfs.blocks.errors import MountFailed, SourceUnavailable, TierfsError, first
-from tierfs.blocks.ids import ObjectKey, VersionId
+from tierfs.blocks.errors import ConfigError, MountFailed, SourceUnavailable, TierfsError, first
+from tierfs.blocks.ids import VersionId
+from tierfs.blocks.units import format_bytes
 from tierfs.cache.block_cache import BlockCache
 from tierfs.cache.buffers import BufferPool
 from tierfs.cache.prefetcher import Prefetcher
@@ -48,6 +49,8 @@ from tierfs.tiers.remote import RemoteSource
 
 log = logging.getLogger(__name__)
 
+_BLOCKS_MIN = 16
+_REMEMBERED_AFTER_S = 5.0  # how long a start waits for the source when it has a remembered publication
 _STOP_LIMIT_S = 8.0  # after this the watchdog ends the process; the promise is 10 s
 _CONTENT_BATCH_S = 1.0  # content ids arrive one by one while the server digests
 
@@ -61,7 +64,7 @@ def unmount_dead(mountpoint: str) -> bool:
                 raise MountFailed(f"{mountpoint} is already mounted by the daemon with pid {record.pid}")
         detach(mountpoint)
         cleared = True
-        log.info("dead-mount-cleared mountpoint=%s", mountpoint)
+        log.info("dead_mount_cleared mountpoint=%s", mountpoint)
     registry.remove(mountpoint)
     return cleared
 
@@ -124,7 +127,7 @@ class _Mount:
         self._log_file = log_file
         self._ready = ready
         self._stopping = trio.Event()
-        name = hashlib.sha256(config.source.url.encode()).hexdigest()[:16]
+        name = hashlib.sha256(os.fsencode(f"{config.source.url} {mountpoint}")).hexdigest()[:16]
         self._state = Path(config.state_dir) / "mounts" / name
         self._state.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._remembered = Remembered(self._state)
@@ -138,10 +141,17 @@ class _Mount:
             publication = await self._first_publication(source)
             block_bytes = publication.catalog.block_bytes
             inodes = Inodes(self._state / "inodes.json")
+            if config.memory.limit < _BLOCKS_MIN * block_bytes:
+                raise ConfigError(
+                    f"memory.limit is {format_bytes(config.memory.limit)}, but the export's blocks are"
+                    f" {format_bytes(block_bytes)} and {_BLOCKS_MIN} of them are needed: raise memory.limit"
+                )
             tree = await trio.to_thread.run_sync(Tree, publication.catalog, inodes)
             tiers = make_tiers(config)
             for tier in tiers:
                 await outer.start(_running, tier)
+                if tier.mapped and tier.statistics().kind == "directory":
+                    log.warning("hot_tier_on_disk path=%s: neither a tmpfs nor DAX is mounted there", config.hot)
             pool = BufferPool(limit_bytes=config.memory.limit, block_bytes=block_bytes)
             cache = BlockCache(
                 source=source,
@@ -149,7 +159,7 @@ class _Mount:
                 pool=pool,
                 block_bytes=block_bytes,
                 source_timeout_s=config.source.timeout,
-                admits=_hot_admission(config),
+                hot_admission=config.hot.admit if config.hot else "first",
             )
             cache.learn(publication.contents)
             await outer.start(_running, cache)
@@ -177,7 +187,7 @@ class _Mount:
             gid=os.getegid() if options.gid is None else options.gid,
             metadata_ttl_s=options.metadata_ttl,
         )
-        operations = Operations(filesystem, presentation)
+        operations = Operations(filesystem, presentation, request_timeout_s=float(options.request_timeout))
         async with AsyncExitStack() as stack:
             session = stack.enter_context(Session(operations, self._mountpoint, allow_other=options.allow_other))
             nursery = await stack.enter_async_context(trio.open_nursery())
@@ -208,7 +218,7 @@ class _Mount:
             self._mountpoint, read_ahead_bytes=options.read_ahead, max_background=options.max_background
         )
         for note in daemon.kernel.notes:
-            log.warning("kernel-limit %s", note)
+            log.warning("kernel_limit %s", note)
         pid = os.getpid()
         registry.write(
             registry.Record(
@@ -238,22 +248,23 @@ class _Mount:
         try:
             await trio.to_thread.run_sync(detach, self._mountpoint)
         except MountFailed as error:
-            log.warning("unmount-failed error=%s", error)
+            log.warning("unmount_failed error=%s", error)
         session.stop()
         scope.cancel()  # readers that wait for the source get an error from the kernel when the session closes
 
     async def _first_publication(self, source: Source) -> Publication:
-        with trio.move_on_after(self._config.source.timeout):
+        remembered = await trio.to_thread.run_sync(self._remembered.load)
+        timeout_s = float(self._config.source.timeout)
+        with trio.move_on_after(timeout_s if remembered is None else min(timeout_s, _REMEMBERED_AFTER_S)):
             publication = await source.publication()
             await trio.to_thread.run_sync(self._remembered.replace, publication)
             return publication
         statistics = source.statistics()
         reason = f"the source {statistics.url} cannot be reached: {statistics.reason or 'no answer'}"
-        remembered = await trio.to_thread.run_sync(self._remembered.load)
         if remembered is None:
             raise SourceUnavailable(f"{reason}; check that `tierfs serve` runs there and that the address is right")
         generation = remembered.catalog.generation
-        log.warning("source-down-at-start using=remembered-catalog generation=%d reason=%s", generation, reason)
+        log.warning("source_down_at_start using=remembered-catalog generation=%d reason=%s", generation, reason)
         return remembered
 
     async def _follow(self, source: Source, filesystem: Filesystem, publication: Publication) -> None:
@@ -263,7 +274,7 @@ class _Mount:
             newest = await source.wait_changed(publication.revision)
             if newest.catalog.block_bytes != cache.block_bytes:
                 log.error(
-                    "generation-ignored number=%d: its block size is %d, this mount runs with %d; mount again",
+                    "generation_ignored number=%d: its block size is %d, this mount runs with %d; mount again",
                     newest.catalog.generation,
                     newest.catalog.block_bytes,
                     cache.block_bytes,
@@ -335,11 +346,6 @@ def make_tiers(config: MountConfig) -> list[LocalTier]:
             )
         )
     return tiers
-
-
-def _hot_admission(config: MountConfig) -> Callable[[LocalTier, ObjectKey], bool]:
-    mode = config.hot.admit if config.hot else "first"
-    return lambda tier, key: tier.name != "hot" or mode == "first"
 
 
 async def _running(part: Source | LocalTier | BlockCache | Prefetcher, *, task_status: "trio.TaskStatus[None]") -> None:

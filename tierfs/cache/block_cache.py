@@ -34,6 +34,7 @@ from tierfs.blocks.spans import Span, block_length, whole_block
 from tierfs.cache.buffers import BlockLease, Buffer, BufferPool
 from tierfs.cache.inflight import Load, Slots
 from tierfs.cache.memory import BlockKey, BlockMemory, MemoryBlock
+from tierfs.policy.admission import HotAdmission, Mode
 from tierfs.tiers.interface import LocalTier, ObjectFacts, Offer, Source
 
 log = logging.getLogger(__name__)
@@ -101,7 +102,7 @@ class BlockCache:
         pool: BufferPool,
         block_bytes: int,
         source_timeout_s: float,
-        admits: Callable[[LocalTier, ObjectKey], bool] = lambda tier, key: True,
+        hot_admission: Mode = "first",
     ) -> None:
         self.block_bytes = block_bytes
         self.tiers = tuple(tiers)
@@ -110,7 +111,7 @@ class BlockCache:
         self.memory = BlockMemory()
         self.statistics = CacheStatistics()
         self._timeout_s = source_timeout_s
-        self._admits = admits
+        self._hot_admission = HotAdmission(hot_admission)
         self._contents: dict[VersionId, ContentId] = {}
         self._loads: dict[BlockKey, Load] = {}
         self._timed_out: dict[BlockKey, float] = {}  # when a reader last waited for it in vain
@@ -156,6 +157,18 @@ class BlockCache:
         """Forget the content ids of all other versions: neither in the newest catalog nor open."""
         self._contents = {version: content for version, content in self._contents.items() if version in versions}
 
+    def opened(self, version: VersionId) -> None:
+        """A file was opened: it counts for placement, and is not evicted until closed."""
+        self._hot_admission.opened(self.key(version), trio.current_time())
+        for tier in self.tiers:
+            tier.touch(ObjectKey(version))
+            tier.pin(ObjectKey(version))
+
+    def closed(self, version: VersionId) -> None:
+        """The counterpart of opened()."""
+        for tier in self.tiers:
+            tier.unpin(ObjectKey(version))
+
     def facts(self, file: FileFacts) -> ObjectFacts:
         """The same file in the words of the tiers."""
         return ObjectFacts(
@@ -185,7 +198,7 @@ class BlockCache:
                     continue
                 data: memoryview | bytes | bytearray | None = tier.read_nowait(key, span)
                 if data is None and not sequential:
-                    data = await tier.read_span(key, span)
+                    data = await self._read_span(tier, key, span)
                 if data is not None:
                     return data
                 break  # not to be had in parts: load the whole block, verified, from here or from below
@@ -193,6 +206,23 @@ class BlockCache:
             self.on_wait()
         block = await self._wait(file, key, span.block)
         return self._serve((key, span.block), block, span)
+
+    async def _read_span(self, tier: LocalTier, key: ObjectKey, span: Span) -> memoryview | bytes | bytearray | None:
+        """tier.read_span, but a disk that does not answer holds a task of the cache, not the reader."""
+        if self._nursery is None:
+            raise SourceUnavailable("the daemon is stopping")
+        done = trio.Event()
+        found: list[memoryview | bytes | bytearray | None] = []
+
+        async def read() -> None:
+            try:
+                found.append(await tier.read_span(key, span))
+            finally:
+                done.set()
+
+        self._nursery.start_soon(read)
+        await done.wait()
+        return found[0] if found else None
 
     async def load(self, file: FileFacts, block: int) -> MemoryBlock:
         """That block in memory, for the mover. Valid until the next checkpoint unless leased. Raises like read()."""
@@ -305,10 +335,10 @@ class BlockCache:
             load.error = error
             if load.waiters:
                 self.statistics.failed_loads += 1
-                log.warning("block-failed path=%r block=%d error=%s: %s", file.path, block, type(error).__name__, error)
+                log.warning("block_failed path=%r block=%d error=%s: %s", file.path, block, type(error).__name__, error)
         except Exception as error:
             # A bug in one load must not take the mount with it.
-            log.exception("load-ended-by-bug path=%r block=%d", file.path, block)
+            log.exception("load_ended_by_bug path=%r block=%d", file.path, block)
             load.error = TierFailed(f"block {block} of {file.path!r} could not be loaded: {error!r}")
         finally:
             del self._loads[(key, block)]
@@ -365,7 +395,7 @@ class BlockCache:
                 corrupt += 1
                 self.statistics.corrupt_blocks += 1
                 log.warning(
-                    "corrupt-block path=%r block=%d tier=cold peer=%s try=%d",
+                    "corrupt_block path=%r block=%d tier=cold peer=%s try=%d",
                     file.path,
                     block,
                     self.source.statistics().url,
@@ -380,7 +410,7 @@ class BlockCache:
                 if not load.waiters:
                     raise
                 self.statistics.source_retries += 1
-                log.debug("source-retry path=%r block=%d error=%s", file.path, block, error)
+                log.debug("source_retry path=%r block=%d error=%s", file.path, block, error)
             load.hurry = trio.Event()
             with trio.move_on_after(backoff_s):
                 await load.hurry.wait()
@@ -397,7 +427,7 @@ class BlockCache:
             self.memory.drop((key, block))
         self.memory.add((key, block), kept)
         for tier in self.tiers:
-            if self._admits(tier, key):
+            if tier.name != "hot" or self._hot_admission.admits(key):
                 self.offer(file, block, kept, tier)
         self.pool.notify()
         return kept

@@ -34,7 +34,7 @@ class Remembered:
         except FileNotFoundError:
             return None
         except (OSError, ProtocolError) as error:
-            log.warning("remembered-catalog-unusable path=%s error=%s", self._catalog, error)
+            log.warning("remembered_catalog_unusable path=%s error=%s", self._catalog, error)
             return None
         try:
             records = self._contents.read_bytes()

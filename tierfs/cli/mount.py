@@ -64,7 +64,7 @@ def mount(
             waiting.tell(" ".join(str(error).split()))
             raise
         except BaseException as error:
-            logging.getLogger(__name__).exception("daemon-ended-by-bug")
+            logging.getLogger(__name__).exception("daemon_ended_by_bug")
             waiting.tell(f"the daemon ended by a bug ({type(error).__name__}); its log: {log_file}")
             raise
 

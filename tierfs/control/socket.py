@@ -70,7 +70,7 @@ async def _answer(stream: trio.SocketStream, handlers: Mapping[str, Handler], li
         except (trio.BrokenResourceError, trio.TooSlowError):
             pass  # the client went away
         except Exception as error:
-            log.error("control-failed-by-bug error=%r", error, exc_info=error)
+            log.error("control_failed_by_bug error=%r", error, exc_info=error)
         finally:
             limiter.release_on_behalf_of(stream)
 

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 
 from tierfs.blocks.errors import NotFound, StaleVersion
-from tierfs.blocks.ids import ObjectKey, VersionId
+from tierfs.blocks.ids import VersionId
 from tierfs.cache.block_cache import BlockCache, FileFacts
 from tierfs.cache.memory import BlockKey
 from tierfs.cache.prefetcher import Prefetcher
@@ -106,9 +106,7 @@ class Filesystem:
                 go_on=lambda window_bytes: self._go_on(tree, node, window_bytes),
             )
             self._views[inode] = view
-            for tier in self.cache.tiers:
-                tier.touch(ObjectKey(facts.version))
-                tier.pin(ObjectKey(facts.version))
+            self.cache.opened(facts.version)
         view.opens += 1
         return view
 
@@ -123,8 +121,7 @@ class Filesystem:
         if view.opens == 0:
             del self._views[inode]
             self._prefetcher.forget(view.facts)
-            for tier in self.cache.tiers:
-                tier.unpin(ObjectKey(view.facts.version))
+            self.cache.closed(view.facts.version)
 
     def open_versions(self) -> set[VersionId]:
         """The versions that are open."""
@@ -144,11 +141,15 @@ class Filesystem:
         self._directories[handle] = (self.tree, inode)
         return handle
 
-    def entries(self, handle: int, start: int) -> Iterator[tuple[Node, int]]:
-        """Nodes from a position on, each with its link count."""
+    def entries(self, handle: int, start: int) -> Iterator[tuple[bytes, Node, int]]:
+        """Name, node and link count from a position on; the two dots come first."""
         tree, inode = self._directories[handle]
-        for node in tree.children(inode, start):
-            yield node, tree.links(node)
+        directory = tree.node(inode)
+        assert directory is not None
+        for name, node in ((b".", directory), (b"..", tree.parent(directory)))[start:]:
+            yield name, node, tree.links(node)
+        for node in tree.children(inode, max(0, start - 2)):
+            yield node.entry.name, node, tree.links(node)
 
     def close_directory(self, handle: int) -> None:
         """The listing is over."""

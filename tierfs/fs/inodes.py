@@ -28,7 +28,7 @@ class Inodes:
             try:
                 self._exceptions = {str(key): int(value) for key, value in json.loads(store.read_text()).items()}
             except (OSError, ValueError, AttributeError) as error:
-                log.warning("inode-exceptions-unreadable path=%s error=%s", store, error)
+                log.warning("inode_exceptions_unreadable path=%s error=%s", store, error)
         self._reserved = set(self._exceptions.values())
 
     def number(self, identity: bytes, taken: dict[int, bytes]) -> int:
@@ -49,7 +49,7 @@ class Inodes:
         while number <= ROOT_INODE or number in taken or number in self._reserved:
             salt += 1
             number = xxhash.xxh3_64_intdigest(identity, seed=salt) >> 1
-        log.info("inode-collision identity=%s number=%d", identity.hex(), number)
+        log.info("inode_collision identity=%s number=%d", identity.hex(), number)
         self._exceptions[identity.hex()] = number
         self._reserved.add(number)
         taken[number] = identity

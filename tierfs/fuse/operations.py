@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pyfuse3
+import trio
 from pyfuse3 import EntryAttributes, FUSEError
 
 from tierfs.blocks.errors import TierfsError
@@ -61,8 +62,9 @@ class Operations(pyfuse3.Operations):
     enable_writeback_cache = False
     enable_acl = False
 
-    def __init__(self, filesystem: Filesystem, presentation: Presentation) -> None:
+    def __init__(self, filesystem: Filesystem, presentation: Presentation, *, request_timeout_s: float) -> None:
         super().__init__()
+        self._request_timeout_s = request_timeout_s
         self._fs = filesystem
         self._presentation = presentation
         self._next_request = 0
@@ -92,9 +94,9 @@ class Operations(pyfuse3.Operations):
     async def readdir(self, fh: int, start_id: int, token: "pyfuse3.ReaddirToken") -> None:
         with self._answering():
             position = start_id
-            for node, links in self._fs.entries(fh, start_id):
+            for name, node, links in self._fs.entries(fh, start_id):
                 position += 1
-                if not pyfuse3.readdir_reply(token, node.entry.name, self._attributes(node, links), position):
+                if not pyfuse3.readdir_reply(token, name, self._attributes(node, links), position):
                     return
 
     async def releasedir(self, fh: int) -> None:
@@ -118,7 +120,12 @@ class Operations(pyfuse3.Operations):
         statistics = self.statistics
         statistics.running[number] = time.monotonic()
         try:
-            data = await self._fs.view(fh).read(off, size)
+            with trio.fail_after(self._request_timeout_s):
+                data = await self._fs.view(fh).read(off, size)
+        except trio.TooSlowError as error:
+            statistics.failed += 1
+            log.error("request_timeout inode=%d offset=%d size=%d after_s=%g", fh, off, size, self._request_timeout_s)
+            raise FUSEError(errno.EIO) from error
         except TierfsError as error:
             statistics.failed += 1
             raise FUSEError(errno_of(error)) from error
@@ -207,7 +214,7 @@ class Operations(pyfuse3.Operations):
     @staticmethod
     def _bug(error: Exception) -> FUSEError:
         # An exception that escapes a handler ends pyfuse3's loop, and with it the mount: one request fails instead.
-        log.error("request-failed-by-bug error=%r", error, exc_info=error)
+        log.error("request_failed_by_bug error=%r", error, exc_info=error)
         return FUSEError(errno.EIO)
 
     def _attributes(self, node: Node, links: int) -> EntryAttributes:

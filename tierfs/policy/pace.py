@@ -3,8 +3,8 @@
 A window says how far a stream may be planned. How much of that is fetched now decides where the bytes lie when their
 reader comes: a block read soon after it arrived is still in the processor's cache, and a buffer used again soon needs
 no fresh page. On a source as fast as its readers a run-ahead of 32 MiB reads half as fast again as one of 256 MiB; a
-far source needs bandwidth × delay in flight. So the reader's waiting decides, like the congestion window of TCP the other
-way round:
+far source needs bandwidth × delay in flight. So the reader's waiting decides, like the congestion window of TCP the
+other way round:
 
       a reader waits for a block on its way ──▶ × 2, at most once per run-ahead of blocks read (one round trip)
       4 × the run-ahead read without waiting ──▶ − 1/8

@@ -171,7 +171,7 @@ class Device:
         for name in gone:  # of a wrong length, or something that is no file
             store.unlink(name)
         if swept or gone:
-            _log.warning("tier reconciled path=%s removed_objects=%d dropped_rows=%d", self.root, swept, len(gone))
+            _log.warning("tier_reconciled path=%s removed_objects=%d dropped_rows=%d", self.root, swept, len(gone))
 
     def commit(self, objects: Sequence[StoredObject]) -> None:
         """Make durable blocks resident for the next run."""
@@ -247,12 +247,12 @@ class Device:
         if (self.state, state) in (("ok", "degraded"), ("ok", "lost"), ("degraded", "lost")):
             self.reason = describe(error)
             self.state = state
-            _log.error("tier device out of service path=%s state=%s reason=%r", self.root, state, self.reason)
+            _log.error("tier_device_out_of_service path=%s state=%s reason=%r", self.root, state, self.reason)
 
     def recovered(self) -> None:
         """A probe succeeded. The back-off is kept until a real write has succeeded too."""
         if self.reason not in ("", NOT_OPENED):
-            _log.warning("tier device in service path=%s was=%r", self.root, self.reason)
+            _log.warning("tier_device_in_service path=%s was=%r", self.root, self.reason)
         self.state, self.reason = "ok", ""
 
     def wrote(self, length_bytes: int, elapsed_s: float) -> None:

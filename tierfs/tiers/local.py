@@ -356,7 +356,7 @@ class DirectoryTier:
             raise refusals[0]
         for device, error in failures.items():
             device.state, device.reason = "lost", describe(error)
-            _log.error("tier device cannot be opened path=%s reason=%r", device.root, device.reason)
+            _log.error("tier_device_cannot_be_opened path=%s reason=%r", device.root, device.reason)
         if len(failures) == len(self._devices):
             device, error = next(iter(failures.items()))
             name = self._statistics.name
@@ -425,7 +425,7 @@ class DirectoryTier:
             try:
                 await device.blocking(device.close, False)
             except (OSError, sqlite3.Error) as error:
-                _log.warning("lost tier device not closed cleanly path=%s reason=%r", device.root, describe(error))
+                _log.warning("lost_tier_device_not_closed_cleanly path=%s reason=%r", device.root, describe(error))
             try:
                 loaded = await device.blocking(device.open)
             except (OSError, sqlite3.Error, TierFailed) as error:
@@ -440,12 +440,12 @@ class DirectoryTier:
             try:
                 await device.blocking(device.close, device.writable, abandon=True)
             except (OSError, sqlite3.Error) as error:
-                _log.error("tier device not closed cleanly path=%s reason=%r", device.root, describe(error))
+                _log.error("tier_device_not_closed_cleanly path=%s reason=%r", device.root, describe(error))
 
         with trio.move_on_after(_STOP_S) as scope:
             async with trio.open_nursery() as nursery:
                 for device in self._devices:
                     nursery.start_soon(close_one, device)
         if scope.cancelled_caught:
-            _log.error("tier stopped without a clean mark tier=%s reason='no answer'", self._statistics.name)
+            _log.error("tier_stopped_without_a_clean_mark tier=%s reason='no answer'", self._statistics.name)
         self._removals.stop()

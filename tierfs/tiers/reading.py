@@ -133,7 +133,7 @@ class Reader:
             return True
         if entry.has(block):
             self._statistics.corrupt_blocks += 1
-            self._log_block("corrupt block dropped", entry, block, "short file" if found is None else "digest differs")
+            self._log_block("corrupt_block_dropped", entry, block, "short file" if found is None else "digest differs")
             await self._drop(entry, block)
         return False
 
@@ -166,7 +166,7 @@ class Reader:
             return False
         if status.st_size != entry.size_bytes or status.st_nlink == 0:
             change = "unlinked" if status.st_nlink == 0 else f"length {status.st_size}"
-            _log.error("object damaged tier=%s object=%s device=%s change=%r path=%r", self._statistics.name,
+            _log.error("object_damaged tier=%s object=%s device=%s change=%r path=%r", self._statistics.name,
                        entry.name.hex(), entry.device.root, change, entry.path)  # fmt: skip
             self._remove(entry)
             if status.st_nlink == 0:
@@ -176,7 +176,7 @@ class Reader:
         # While we write, the times are ours; they were compared before and are taken anew after.
         if entry.writing or entry.compare(stamp):
             return True
-        _log.warning("object changed by somebody else tier=%s object=%s device=%s path=%r", self._statistics.name,
+        _log.warning("object_changed_by_somebody_else tier=%s object=%s device=%s path=%r", self._statistics.name,
                      entry.name.hex(), entry.device.root, entry.path)  # fmt: skip
         if allocated_bytes(status) < entry.allocated_bytes:
             self._drop_holes(entry, opened)
@@ -218,7 +218,7 @@ class Reader:
         self._statistics.failed_reads += 1
         if error.errno in _OURS or entry.removing:
             return
-        self._log_block("object cannot be opened", entry, -1, error.strerror)
+        self._log_block("object_cannot_be_opened", entry, -1, error.strerror)
         if error.errno in GONE:
             entry.device.attention.set()
         self._remove(entry)
@@ -227,7 +227,7 @@ class Reader:
         self._statistics.failed_reads += 1
         if error.errno in _OURS or not entry.has(block):
             return
-        self._log_block("unreadable block dropped", entry, block, error.strerror)
+        self._log_block("unreadable_block_dropped", entry, block, error.strerror)
         await self._drop(entry, block)
 
     async def _drop(self, entry: Entry, block: int) -> None:

@@ -114,7 +114,7 @@ class Residency:
             if result_code(error) in _DEVICE_ERRORS:
                 raise
             aside = self._move_aside()
-            _log.error("residency unreadable database=%s moved_to=%s reason=%r", self._path, aside, str(error))
+            _log.error("residency_unreadable database=%s moved_to=%s reason=%r", self._path, aside, str(error))
             stored = self._load()
             stored.replaced = aside
             return stored
