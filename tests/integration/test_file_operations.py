@@ -97,6 +97,7 @@ def refused(call: Callable[[], object]) -> int | None:
     return None
 
 
+@pytest.mark.smoke
 def test_every_size_is_read_whole_in_parts_and_by_map(mounted: Path, tree: Path) -> None:
     for size in SIZES:
         want = (tree / "sizes" / str(size)).read_bytes()
@@ -118,6 +119,7 @@ def test_first_touch_without_stat_has_the_full_size(mounted: Path, tree: Path) -
         assert file.read(1 << 30) == (tree / "big.bin").read_bytes()
 
 
+@pytest.mark.smoke
 def test_maps_of_both_kinds_and_advice(mounted: Path, tree: Path) -> None:
     want = hashlib.sha256((tree / "big.bin").read_bytes()).digest()
     with (mounted / "big.bin").open("rb") as file:
@@ -182,6 +184,7 @@ def test_attributes(mounted: Path, tree: Path) -> None:
     assert have.st_nlink == 2 and have.st_ino == (mounted / "hard.bin").stat().st_ino
 
 
+@pytest.mark.smoke
 def test_names_and_missing_names(mounted: Path, tree: Path) -> None:
     assert sorted(os.listdir(os.fsencode(mounted / "names"))) == sorted(os.listdir(os.fsencode(tree / "names")))
     for name in NAMES:
@@ -265,6 +268,7 @@ def test_equal_files_have_the_same_content_id(mounted: Path) -> None:
     assert len(one) == 32
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "write",
     [
