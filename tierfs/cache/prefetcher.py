@@ -18,7 +18,7 @@ from tierfs.policy.pace import Pace
 
 _QUEUED_BLOCKS_PER_FILE = 256
 _QUEUED_FILES = 1024
-_RUN_AHEAD_BLOCKS = 8
+_RUN_AHEAD_BLOCKS = 4
 _BUDGET = BudgetConfig(share_percent=50)  # of the pool; fetches and blocks being written need buffers, too
 
 

@@ -11,6 +11,7 @@ import select
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 from typing import Annotated
 
@@ -90,14 +91,17 @@ def unmount(mountpoint: Annotated[Path, typer.Argument(help="Where the tierfs is
         registry.remove(place)
 
 
-def overrides(options: list[str] | None) -> dict[str, str]:
-    """--set key=value options as a mapping."""
-    pairs = {}
+def overrides(options: list[str] | None) -> dict[str, object]:
+    """--set key=value options as a mapping. A value that reads as TOML is one (4, true, ["a"]); else it is text."""
+    pairs: dict[str, object] = {}
     for option in options or []:
         key, separator, value = option.partition("=")
         if not separator:
             raise MountFailed(f"--set {option}: expected KEY=VALUE, such as warm.capacity=1GiB")
-        pairs[key.strip()] = value.strip()
+        try:
+            pairs[key.strip()] = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            pairs[key.strip()] = value.strip()
     return pairs
 
 

@@ -24,7 +24,7 @@ def serve(
 ) -> None:
     """Export a directory of models. Serves at once; scans and digests in the background."""
     with one_line():
-        changes: dict[str, object] = dict(overrides(option))
+        changes = overrides(option)
         if listen:
             changes["server.listen"] = listen
         if token_file is not None:
