@@ -1,7 +1,9 @@
 """What every local tier promises: warm on a disk directory, warm over two, hot on a tmpfs."""
 
+import contextlib
 import os
 import shutil
+import sqlite3
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -110,11 +112,6 @@ def test_spans_are_answered_only_from_verified_blocks(kit: Kit) -> None:
         span, tail = Span(1, 4000, 5000), Span(3, 50, 50)
         async with running(kit.tier()) as tier:
             await content.fill(tier)
-            if not kit.hot:  # what came from a buffer is proved in memory, not on a disk
-                assert tier.read_nowait(content.key, span) is None
-                assert await tier.read_span(content.key, span) is None
-            for number in (1, 3):
-                assert await content.read(tier, number) == content.block(number)
             assert await tier.read_span(content.key, span) == content.block(1)[4000:9000]
             assert await tier.read_span(content.key, tail) == content.block(3)[50:100]
             view = tier.read_nowait(content.key, span)
@@ -126,6 +123,51 @@ def test_spans_are_answered_only_from_verified_blocks(kit: Kit) -> None:
                 assert again == content.block(3)[50:100]
             assert await tier.read_span(content.key, Span(9, 0, 1)) is None
             assert tier.read_nowait(ObjectKey(bytes(16)), span) is None
+            (file,) = kit.files()
+            os.utime(file)  # somebody else was there: each block must prove itself again
+            assert tier.read_nowait(content.key, span) is None
+            assert await tier.read_span(content.key, span) is None
+            assert await content.read(tier, 1) == content.block(1)
+            assert await tier.read_span(content.key, span) == content.block(1)[4000:9000]
+            assert await tier.read_span(content.key, tail) is None
+
+    run(test)
+
+
+@pytest.mark.parametrize("between", ["nothing", "touched", "flipped", "unclean"])
+def test_verified_blocks_stay_verified_across_runs_unless_the_file_was_touched_or_the_machine_died(
+    kit: Kit, between: str
+) -> None:
+    if kit.hot:
+        pytest.skip("hot keeps nothing across runs")
+
+    async def test() -> None:
+        content = Content(1, 3 * BLOCK + 100)
+        span, other = Span(1, 4000, 5000), Span(2, 0, 100)
+        async with running(kit.tier()) as tier:
+            await content.fill(tier)
+        (file,) = kit.files()
+        if between == "touched":
+            os.utime(file)
+        elif between == "flipped":
+            with file.open("r+b") as damaged:
+                damaged.seek(BLOCK + 4001)
+                damaged.write(bytes([content.bytes[BLOCK + 4001] ^ 1]))
+        elif between == "unclean":
+            for database in (path for root in kit.paths for path in root.glob("residency.db")):
+                with contextlib.closing(sqlite3.connect(database)) as db, db:
+                    db.execute("UPDATE meta SET value = '0' WHERE name = 'clean'")
+                    db.execute("UPDATE meta SET value = 'another boot' WHERE name = 'boot'")
+        trusted = between == "nothing"
+        async with running(kit.tier()) as tier:
+            found = await tier.read_span(content.key, span)
+            assert found == (content.block(1)[4000:9000] if trusted else None)
+            whole = await content.read(tier, 1)
+            assert whole == (None if between == "flipped" else content.block(1))
+        async with running(kit.tier()) as tier:  # what was proved in that run stays proved, and nothing else
+            if between != "flipped":
+                assert await tier.read_span(content.key, span) == content.block(1)[4000:9000]
+            assert await tier.read_span(content.key, other) == (content.block(2)[:100] if trusted else None)
 
     run(test)
 
@@ -158,7 +200,6 @@ def test_residency_survives_a_restart_where_it_can(kit: Kit) -> None:
                 assert kit.files() == []
             else:
                 assert tier.resident_bytes(content.key) == len(content.bytes)
-                assert await tier.read_span(content.key, Span(0, 0, 10)) is None  # first a whole block
                 assert await content.hits(tier) == 4
                 assert tier.statistics().used_bytes >= len(content.bytes)
 

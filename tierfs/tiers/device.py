@@ -23,7 +23,7 @@ from tierfs.blocks.ids import BlockDigest, ObjectKey
 from tierfs.tiers.index import Entry
 from tierfs.tiers.interface import Lease
 from tierfs.tiers.objects import ObjectStore, OpenObject, allocated_bytes, is_object
-from tierfs.tiers.residency import Residency, Stored, StoredObject, boot_id, result_code
+from tierfs.tiers.residency import NO_STAMP, Residency, Stored, StoredObject, boot_id, result_code
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -81,6 +81,8 @@ class Device:
         self.verified: list[tuple[ObjectKey, int]] = []
         self.keys: list[tuple[ObjectKey, ObjectKey, ObjectKey]] = []
         self.used: dict[ObjectKey, float] = {}
+        self.stamps: dict[ObjectKey, tuple[int, int]] = {}
+        self.unverified: set[ObjectKey] = set()
         self.heat_changed = False
         self._mapped = mapped
         self._residency: Residency | None = None
@@ -159,6 +161,8 @@ class Device:
         for name, status in list(store.scan()):
             stored = known.get(ObjectKey(name))
             if stored is not None and is_object(status, stored.size_bytes):
+                if stored.stamp != (status.st_mtime_ns, status.st_ctime_ns):
+                    stored.stamp = NO_STAMP
                 loaded.objects.append((stored, allocated_bytes(status)))
                 del known[stored.name]
             elif stored is None:
@@ -232,7 +236,14 @@ class Device:
         finally:
             self.store.close()
 
-    # -- health: on the trio thread
+    # -- on the trio thread
+
+    def unverify(self, name: ObjectKey) -> None:
+        """Somebody else wrote to that object's file: no block of it counts as verified, in the next run either."""
+        self.unverified.add(name)
+        self.verified = [(other, block) for other, block in self.verified if other != name]
+        self.stamps.pop(name, None)
+
 
     def fault(self, error: Exception, *, lost: bool = False, short_bytes: int = 0) -> None:
         """Writes pause (and reads too when it is lost) until a probe succeeds.

@@ -8,7 +8,7 @@ database of each device (residency.py) is what the next run starts from.
                             └─────────────────┴─────────────────────┴────────── stamp changed: only ┘ resident
 
 The *stamp* of an object is its file's mtime and ctime after our own last write. Another stamp means that somebody else
-wrote there: then nothing counts as verified until its digest was compared again.
+wrote there: then nothing counts as verified until its digest was compared again, in this run and in the next one too.
 """
 
 from collections.abc import Iterator
@@ -92,6 +92,7 @@ class Entry:
             return True
         self.verified = bytearray(len(self.verified))
         self.stamp_serial += 1
+        self.device.unverify(self.name)
         return False
 
     def blocks(self) -> list[tuple[int, BlockDigest]]:

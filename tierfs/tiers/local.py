@@ -31,6 +31,7 @@ from tierfs.tiers.objects import PAGE_BYTES
 from tierfs.tiers.placement import Placement
 from tierfs.tiers.reading import Reader
 from tierfs.tiers.removing import Removals
+from tierfs.tiers.residency import NO_STAMP
 
 _log = logging.getLogger(__name__)
 
@@ -321,16 +322,22 @@ class DirectoryTier:
             residency = device.residency()
             if residency is None or not device.writable:
                 return
-            if not (device.verified or device.keys or device.used or device.heat_changed):
+            late = (device.verified, device.unverified, device.keys, device.used, device.stamps, device.heat_changed)
+            if not any(late):
                 return
             verified, device.verified = device.verified, []
+            unverified, device.unverified = device.unverified, set()
             keys, device.keys = device.keys, []
             used, device.used = [*device.used.items()], {}
+            stamps, device.stamps = [*device.stamps.items()], {}
             device.heat_changed = False
             models = self._placement.heats.items()
             try:
                 await device.blocking(
-                    lambda: residency.save(verified=verified, keys=keys, used=used, models=models), abandon=abandon
+                    lambda: residency.save(
+                        unverified=unverified, verified=verified, keys=keys, used=used, stamps=stamps, models=models
+                    ),
+                    abandon=abandon,
                 )
             except sqlite3.Error as error:
                 device.fault(error)
@@ -374,6 +381,12 @@ class DirectoryTier:
             entry.aliases.update(stored.aliases)
             for block, digest in stored.blocks:
                 entry.fill(block, digest)
+            if stored.stamp != NO_STAMP:  # nobody has touched the file since we wrote it
+                entry.stamp = stored.stamp
+                for block in stored.verified:
+                    entry.verified[block] = 1
+            elif stored.verified:
+                device.unverify(entry.name)
             self._space.set_allocated(entry, allocated)
             loser = self._index.add(entry)
             if loser is not None:

@@ -1,8 +1,9 @@
 """Reads from the objects of a local tier. Called by local.py, on the trio thread; threads get descriptors and buffers.
 
-What must hold: nothing is returned from a block whose digest was not compared in this run, nor from a file that
-somebody else wrote to since (see the stamp in index.py). A whole-block read always compares. What fails is dropped,
-counted and logged, and is a miss from then on.
+What must hold: nothing is returned from a block that is not verified (its digest was compared since the last unclean
+stop, or its bytes came from a buffer whose digest had been), nor from a file that somebody else wrote to since (see the
+stamp in index.py). A whole-block read always compares. What fails is dropped, counted and logged, and is a miss from
+then on.
 """
 
 import errno
@@ -129,6 +130,8 @@ class Reader:
                 entry.verified[block] = 1
                 if entry.device.persistent:
                     entry.device.verified.append((entry.name, block))
+                    if entry.stamp is not None and not entry.writing:
+                        entry.device.stamps[entry.name] = entry.stamp
             self._statistics.hit_blocks += 1
             return True
         if entry.has(block):

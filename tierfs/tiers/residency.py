@@ -4,7 +4,9 @@ in a thread, one call at a time.
 What must hold, so that a crash costs refetches and never a wrong byte:
 - filling: the data is durable before the row; synchronous=NORMAL, since a row lost to a power cut is only a refetch;
 - removing: the row is durably gone (synchronous=FULL) before the file is unlinked;
-- after an unclean stop (another boot id, and no clean-stop mark) no block counts as verified any more.
+- after an unclean stop (another boot id, and no clean-stop mark) no block counts as verified any more;
+- a stamp (mtime and ctime of the object's file after our own last write) is saved late: one that is missing or another
+  than the file's only means that the next run verifies that object's blocks again.
 
 The WAL index is kept in private memory (locking_mode=EXCLUSIVE): a shared mapping of a file on a full or vanished
 device would be SIGBUS.
@@ -29,7 +31,7 @@ CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WIT
 CREATE TABLE IF NOT EXISTS objects (
     id INTEGER PRIMARY KEY, name BLOB NOT NULL UNIQUE, key BLOB NOT NULL, size_bytes INTEGER NOT NULL,
     block_bytes INTEGER NOT NULL, path BLOB NOT NULL, model BLOB NOT NULL, model_bytes INTEGER NOT NULL,
-    last_use_s REAL NOT NULL) STRICT;
+    last_use_s REAL NOT NULL, mtime_ns INTEGER NOT NULL DEFAULT 0, ctime_ns INTEGER NOT NULL DEFAULT 0) STRICT;
 CREATE TABLE IF NOT EXISTS aliases (alias BLOB PRIMARY KEY, object INTEGER NOT NULL) WITHOUT ROWID, STRICT;
 CREATE INDEX IF NOT EXISTS aliases_object ON aliases (object);
 CREATE TABLE IF NOT EXISTS blocks (
@@ -48,6 +50,9 @@ _DEVICE_ERRORS = frozenset(
         sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM,
     )
 )  # fmt: skip
+
+
+NO_STAMP = (0, 0)
 
 
 def boot_id() -> str:
@@ -74,7 +79,9 @@ class StoredObject:
     model_bytes: int
     last_use_s: float
     blocks: list[tuple[int, BlockDigest]] = field(default_factory=list)
+    verified: list[int] = field(default_factory=list)  # those of `blocks` that need no other proof
     aliases: list[ObjectKey] = field(default_factory=list)
+    stamp: tuple[int, int] = NO_STAMP
 
     def sound(self) -> bool:
         """Whether the rows make sense; a damaged database may hold anything."""
@@ -157,13 +164,21 @@ class Residency:
     def save(
         self,
         *,
+        unverified: Iterable[ObjectKey] = (),
         verified: Iterable[tuple[ObjectKey, int]] = (),
         keys: Iterable[tuple[ObjectKey, ObjectKey, ObjectKey]] = (),
         used: Iterable[tuple[ObjectKey, float]] = (),
+        stamps: Iterable[tuple[ObjectKey, tuple[int, int]]] = (),
         models: Iterable[tuple[bytes, Heat]] | None = None,
     ) -> None:
-        """What may be saved late: blocks verified (name, block), keys (name, key, another alias), last uses, heat."""
+        """What may be saved late: objects none of whose blocks counts as verified any more, blocks verified (name,
+        block), keys (name, key, another alias), last uses, stamps of the files, heat.
+        """
         with self._transaction("NORMAL") as db:
+            db.executemany(
+                "UPDATE blocks SET verified = 0 WHERE object = (SELECT id FROM objects WHERE name = ?)",
+                [(name,) for name in unverified],
+            )
             db.executemany(
                 "UPDATE blocks SET verified = 1 WHERE object = (SELECT id FROM objects WHERE name = ?) AND block = ?",
                 verified,
@@ -172,6 +187,10 @@ class Residency:
                 db.execute("UPDATE objects SET key = ? WHERE name = ?", (key, name))
                 db.execute("INSERT OR REPLACE INTO aliases SELECT ?, id FROM objects WHERE name = ?", (alias, name))
             db.executemany("UPDATE objects SET last_use_s = ? WHERE name = ?", [(when, name) for name, when in used])
+            db.executemany(
+                "UPDATE objects SET mtime_ns = ?, ctime_ns = ? WHERE name = ?",
+                [(*stamp, name) for name, stamp in stamps],
+            )
             if models is not None:
                 db.execute("DELETE FROM models")
                 db.executemany(
@@ -221,12 +240,16 @@ class Residency:
             db.execute("INSERT OR REPLACE INTO meta VALUES ('boot', ?), ('clean', '0')", (self._boot,))
         objects: dict[int, StoredObject] = {}
         for number, *columns in db.execute(
-            "SELECT id, name, key, size_bytes, block_bytes, path, model, model_bytes, last_use_s FROM objects"
+            "SELECT id, name, key, size_bytes, block_bytes, path, model, model_bytes, last_use_s, mtime_ns, ctime_ns"
+            " FROM objects"
         ):
-            objects[number] = StoredObject(*columns)
-        for number, block, digest in db.execute("SELECT object, block, digest FROM blocks"):
+            objects[number] = StoredObject(*columns[:-2])
+            objects[number].stamp = (columns[-2], columns[-1])
+        for number, block, digest, verified in db.execute("SELECT object, block, digest, verified FROM blocks"):
             if number in objects:
                 objects[number].blocks.append((block, BlockDigest(digest)))
+                if verified:
+                    objects[number].verified.append(block)
         for alias, number in db.execute("SELECT alias, object FROM aliases"):
             if number in objects:
                 objects[number].aliases.append(ObjectKey(alias))
