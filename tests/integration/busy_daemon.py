@@ -33,8 +33,9 @@ async def main(mountpoint: str, burn_s: float) -> None:
         cache=cache,
         prefetcher=Prefetcher(cache),
         readahead=ReadaheadConfig(window_max_bytes=BLOCK),
+        request_timeout_s=10,
     )
-    operations = Operations(filesystem, Presentation(uid=0, gid=0, metadata_ttl_s=60), request_timeout_s=10)
+    operations = Operations(filesystem, Presentation(uid=0, gid=0, metadata_ttl_s=60))
 
     async def burn() -> None:
         while True:

@@ -37,6 +37,7 @@ async def mounted(source: MemorySource) -> AsyncIterator[Filesystem]:
             cache=cache,
             prefetcher=prefetcher,
             readahead=ReadaheadConfig(window_max_bytes=8 * BLOCK),
+            request_timeout_s=10,
         )
         nursery.cancel_scope.cancel()
 

@@ -9,6 +9,7 @@ Order of stopping: unmount (lazily, so that readers see an end at once), then th
 write their clean-stop mark. A watchdog ends the process if a stuck disk or source keeps that from finishing.
 """
 
+import gc
 import hashlib
 import logging
 import os
@@ -147,6 +148,7 @@ class _Mount:
                     f" {format_bytes(block_bytes)} and {_BLOCKS_MIN} of them are needed: raise memory.limit"
                 )
             tree = await trio.to_thread.run_sync(Tree, publication.catalog, inodes)
+            gc.freeze()  # the tree is large, lives on, and has no cycles: collections need not walk it
             tiers = make_tiers(config)
             for tier in tiers:
                 await outer.start(_running, tier)
@@ -175,6 +177,7 @@ class _Mount:
                     window_max_bytes=min(config.readahead.window_max, config.memory.limit // 2),
                     streams_max=config.readahead.streams_max,
                 ),
+                request_timeout_s=config.mount.request_timeout,
             )
             outer.start_soon(self._follow, source, filesystem, publication)
             await self._serve(filesystem, prefetcher)
@@ -187,7 +190,7 @@ class _Mount:
             gid=os.getegid() if options.gid is None else options.gid,
             metadata_ttl_s=options.metadata_ttl,
         )
-        operations = Operations(filesystem, presentation, request_timeout_s=float(options.request_timeout))
+        operations = Operations(filesystem, presentation)
         async with AsyncExitStack() as stack:
             session = stack.enter_context(Session(operations, self._mountpoint, allow_other=options.allow_other))
             nursery = await stack.enter_async_context(trio.open_nursery())

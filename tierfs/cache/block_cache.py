@@ -6,7 +6,8 @@ of nearness, one source.
     read(span) ── in memory ──────────────────────────────────────────────────► reply
         │ no
         ├─ resident in a tier, answerable at once (mapped, or page cache) ─────► reply
-        ├─ resident in a tier, a lone small span of a verified block ── pread ─► reply
+        ├─ resident in a tier, a lone small span of a verified block:
+        │                          asked for and looked for a few times, else pread in a thread ─► reply
         └─ join the load of the block:  tier.read_block, nearest first, else the source
                                         digest checked, put into memory, offered to the tiers that want it
 
@@ -180,8 +181,26 @@ class BlockCache:
             model_bytes=file.model_bytes,
         )
 
+    def read_nowait(self, file: FileFacts, span: Span) -> memoryview | None:
+        """The span if memory or a tier has it at once. For an immediate reply: valid until the next checkpoint, and
+        perhaps a view of mapped memory, which Python must not touch.
+        """
+        key = self.key(file.version)
+        found = self.memory.get((key, span.block))
+        if found is not None:
+            self.statistics.memory_hit_blocks += 1
+            return self._serve((key, span.block), found, span)
+        tier = self._nearest(key, span.block)
+        return tier.read_nowait(key, span) if tier is not None else None
+
+    async def read_soon(self, file: FileFacts, span: Span) -> memoryview | None:
+        """The span, if the nearest tier's medium has it within some tens of microseconds; for a lone small span."""
+        key = self.key(file.version)
+        tier = self._nearest(key, span.block)
+        return await tier.read_soon(key, span) if tier is not None else None
+
     async def read(self, file: FileFacts, span: Span, *, sequential: bool) -> memoryview | bytes | bytearray:
-        """Exactly that span. The result is for an immediate reply: valid until the next checkpoint.
+        """Exactly that span, when read_nowait has none. Ordinary memory, valid until the next checkpoint.
 
         ``sequential``: the rest of the block will be wanted, too, so it is loaded whole.
         Raises SourceTimeout, StaleVersion, CorruptBlock, SourceRefused, NoBuffer. Cancelling the reader leaves the
@@ -190,22 +209,25 @@ class BlockCache:
         key = self.key(file.version)
         found = self.memory.get((key, span.block))
         if found is not None:
-            self.statistics.memory_hit_blocks += 1
             return self._serve((key, span.block), found, span)
-        if (key, span.block) not in self._loads:
-            for tier in self.tiers:
-                if not tier.resident(key, span.block):
-                    continue
-                data: memoryview | bytes | bytearray | None = tier.read_nowait(key, span)
-                if data is None and not sequential:
-                    data = await self._read_span(tier, key, span)
-                if data is not None:
-                    return data
-                break  # not to be had in parts: load the whole block, verified, from here or from below
+        tier = self._nearest(key, span.block)
+        if tier is not None and (tier.mapped or not sequential):
+            data = await self._read_span(tier, key, span)
+            if data is not None:
+                return data
         if sequential:
             self.on_wait()
         block = await self._wait(file, key, span.block)
         return self._serve((key, span.block), block, span)
+
+    def _nearest(self, key: ObjectKey, block: int) -> LocalTier | None:
+        """The nearest tier that has the block, unless it is on its way into memory."""
+        if (key, block) in self._loads:
+            return None
+        for tier in self.tiers:
+            if tier.resident(key, block):
+                return tier
+        return None
 
     async def _read_span(self, tier: LocalTier, key: ObjectKey, span: Span) -> memoryview | bytes | bytearray | None:
         """tier.read_span, but a disk that does not answer holds a task of the cache, not the reader."""

@@ -6,7 +6,9 @@ one view, since ranks share descriptors and the kernel's requests do not say who
 
 from collections.abc import Callable
 
-from tierfs.blocks.spans import spans
+import trio
+
+from tierfs.blocks.spans import Span, spans
 from tierfs.cache.block_cache import BlockCache, FileFacts
 from tierfs.cache.prefetcher import Prefetcher
 from tierfs.catalog.schema import Entry
@@ -25,6 +27,7 @@ class FileView:
         cache: BlockCache,
         prefetcher: Prefetcher,
         readahead: Readahead,
+        request_timeout_s: float,
         go_on: Callable[[int], None],
     ) -> None:
         self.facts = facts
@@ -34,13 +37,14 @@ class FileView:
         self._cache = cache
         self._prefetcher = prefetcher
         self.readahead = readahead
+        self._request_timeout_s = request_timeout_s
         self._go_on = go_on
 
     async def read(self, offset_bytes: int, length_bytes: int) -> memoryview | bytes | bytearray:
         """Exactly the bytes asked for, clamped at the end of the file: never short, never padded.
 
-        The result is valid until the next checkpoint. Raises what BlockCache.read raises; cancellation leaves loads
-        running for others.
+        The result is valid until the next checkpoint. Raises what BlockCache.read raises, and trio.TooSlowError after
+        the request timeout; cancellation leaves loads running for others.
         """
         facts = self.facts
         length_bytes = min(length_bytes, facts.size_bytes - offset_bytes)
@@ -53,17 +57,28 @@ class FileView:
                 self.readahead.replan(dropped)
         if plan.next_file_bytes:
             self._go_on(plan.next_file_bytes)
-        parts = list(spans(offset_bytes, length_bytes, self._cache.block_bytes))
-        if len(parts) == 1:
-            return await self._cache.read(facts, parts[0], sequential=plan.sequential)
-        # A request that crosses a block border. The parts are copied: they lie in different buffers, and each is
-        # valid only until the next checkpoint.
+        first, *rest = spans(offset_bytes, length_bytes, self._cache.block_bytes)
+        if not rest:
+            data = self._cache.read_nowait(facts, first)
+            if data is None and not plan.sequential:
+                data = await self._cache.read_soon(facts, first)
+            if data is not None:
+                return data
+        with trio.fail_after(self._request_timeout_s):
+            if not rest:
+                return await self._cache.read(facts, first, sequential=plan.sequential)
+            return await self._read_parts([first, *rest], length_bytes, sequential=plan.sequential)
+
+    async def _read_parts(self, parts: list[Span], length_bytes: int, *, sequential: bool) -> bytearray:
+        """A request that crosses a block border. The parts are copied: they lie in different buffers, and each is
+        valid only until the next checkpoint.
+        """
         for part in parts[1:]:
-            self._cache.prefetch(facts, part.block)
+            self._cache.prefetch(self.facts, part.block)
         result = bytearray(length_bytes)
         filled = 0
         for part in parts:
-            data = await self._cache.read(facts, part, sequential=plan.sequential)
+            data = await self._cache.read(self.facts, part, sequential=sequential)
             result[filled : filled + part.length_bytes] = data
             filled += part.length_bytes
         assert filled == length_bytes

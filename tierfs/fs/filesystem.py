@@ -37,12 +37,14 @@ class Filesystem:
         cache: BlockCache,
         prefetcher: Prefetcher,
         readahead: ReadaheadConfig,
+        request_timeout_s: float,
     ) -> None:
         self.tree = tree
         self.inodes = inodes
         self.cache = cache
         self._prefetcher = prefetcher
         self._readahead = readahead
+        self._request_timeout_s = request_timeout_s
         self._views: dict[int, FileView] = {}  # by inode number
         self._directories: dict[int, tuple[Tree, int]] = {}  # by handle: the tree and the directory's inode number
         self._next_directory = 1
@@ -102,6 +104,7 @@ class Filesystem:
                 links=self.tree.links(node),
                 cache=self.cache,
                 prefetcher=self._prefetcher,
+                request_timeout_s=self._request_timeout_s,
                 readahead=self._expected.pop(inode) if inode in self._expected else self._new_readahead(facts),
                 go_on=lambda window_bytes: self._go_on(tree, node, window_bytes),
             )

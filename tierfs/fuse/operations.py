@@ -62,9 +62,8 @@ class Operations(pyfuse3.Operations):
     enable_writeback_cache = False
     enable_acl = False
 
-    def __init__(self, filesystem: Filesystem, presentation: Presentation, *, request_timeout_s: float) -> None:
+    def __init__(self, filesystem: Filesystem, presentation: Presentation) -> None:
         super().__init__()
-        self._request_timeout_s = request_timeout_s
         self._fs = filesystem
         self._presentation = presentation
         self._next_request = 0
@@ -120,11 +119,10 @@ class Operations(pyfuse3.Operations):
         statistics = self.statistics
         statistics.running[number] = time.monotonic()
         try:
-            with trio.fail_after(self._request_timeout_s):
-                data = await self._fs.view(fh).read(off, size)
+            data = await self._fs.view(fh).read(off, size)
         except trio.TooSlowError as error:
             statistics.failed += 1
-            log.error("request_timeout inode=%d offset=%d size=%d after_s=%g", fh, off, size, self._request_timeout_s)
+            log.error("request_timeout path=%r offset=%d size=%d", self._fs.view(fh).facts.path, off, size)
             raise FUSEError(errno.EIO) from error
         except TierfsError as error:
             statistics.failed += 1

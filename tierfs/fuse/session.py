@@ -16,6 +16,7 @@ import select
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pyfuse3
 import trio
@@ -70,9 +71,16 @@ class Session:
 def _freeze_guard() -> Iterator[None]:
     wait_readable = trio.lowlevel.wait_readable
 
-    async def confirmed_readable(descriptor: int) -> None:
-        poll = select.poll()
-        poll.register(descriptor, select.POLLIN)
+    polls: dict[int, select.poll] = {}
+
+    async def confirmed_readable(descriptor: Any) -> None:
+        if not isinstance(descriptor, int):  # somebody's socket; pyfuse3 passes the number of its one descriptor
+            await wait_readable(descriptor)
+            return
+        poll = polls.get(descriptor)
+        if poll is None:
+            poll = polls[descriptor] = select.poll()
+            poll.register(descriptor, select.POLLIN)
         await trio.lowlevel.checkpoint()
         while not poll.poll(0):
             await wait_readable(descriptor)

@@ -244,7 +244,6 @@ class Device:
         self.verified = [(other, block) for other, block in self.verified if other != name]
         self.stamps.pop(name, None)
 
-
     def fault(self, error: Exception, *, lost: bool = False, short_bytes: int = 0) -> None:
         """Writes pause (and reads too when it is lost) until a probe succeeds.
 

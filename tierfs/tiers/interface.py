@@ -150,6 +150,12 @@ class LocalTier(Protocol):
         read by Python code.
         """
 
+    async def read_soon(self, key: ObjectKey, span: Span) -> memoryview | None:
+        """As read_nowait, but asks the medium for the span and looks a few times whether it has come; ordinary memory.
+
+        Some tens of microseconds at most, and never a wait for the medium: None then, and read_span is next.
+        """
+
     async def read_span(self, key: ObjectKey, span: Span) -> bytes | bytearray | memoryview | None:
         """The span read in a thread, from a block already verified; None: not here or not verified."""
 

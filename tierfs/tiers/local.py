@@ -158,6 +158,11 @@ class DirectoryTier:
         entry = self._index.get(key)
         return self._reader.span_nowait(entry, span) if self._running and entry is not None else None
 
+    async def read_soon(self, key: ObjectKey, span: Span) -> memoryview | None:
+        """See LocalTier."""
+        entry = self._index.get(key)
+        return None if entry is None else await self._reader.span_soon(entry, span)
+
     async def read_span(self, key: ObjectKey, span: Span) -> bytes | bytearray | memoryview | None:
         """See LocalTier."""
         entry = self._index.get(key)

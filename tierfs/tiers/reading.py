@@ -29,6 +29,7 @@ _log = logging.getLogger(__name__)
 _OURS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN))
 _REPLY_BYTES = 1 << 20
 _REPLY_BUFFERS = 16
+_LOOKS = 12  # passes of the loop, of some 15 microseconds each where nothing else is to do
 
 
 class Reader:
@@ -73,6 +74,28 @@ class Reader:
         if view is not None and span.start_bytes == 0:
             self._statistics.hit_blocks += 1
         return view
+
+    async def span_soon(self, entry: Entry, span: Span) -> memoryview | None:
+        """LocalTier.read_soon. A read with RWF_NOWAIT that finds nothing has started the disk's read all the same; an
+        NVMe disk has it after some 60 microseconds, less than a hop to a thread and back takes.
+        """
+        opened = None if self._mapped or not self._usable(entry, span) else self._descriptors.borrow(entry)
+        if opened is None:
+            return None
+        try:
+            offset_bytes = span.block * entry.block_bytes + span.start_bytes
+            for _ in range(_LOOKS):
+                await trio.lowlevel.checkpoint()
+                view = self._cached(entry, opened, offset_bytes, span.length_bytes)
+                if view is not None:
+                    return view if self._untouched(entry, opened) and self._usable(entry, span) else None
+                if not entry.device.nowait:
+                    return None
+        except OSError:
+            pass  # the waiting read meets it again, and deals with it
+        finally:
+            self._descriptors.give_back(opened)
+        return None
 
     async def span(self, entry: Entry, span: Span) -> bytes | None:
         """LocalTier.read_span."""
