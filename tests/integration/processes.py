@@ -83,7 +83,15 @@ class Mount:
     """A tierfs that can be mounted; `warm` and `hot` are the lines of those tables."""
 
     def __init__(
-        self, url: str, work: Path, *, warm: str = "", hot: str = "", extra: str = "", timeout: str = "10s"
+        self,
+        url: str,
+        work: Path,
+        *,
+        warm: str = "",
+        hot: str = "",
+        extra: str = "",
+        timeout: str = "10s",
+        token_file: str = "",
     ) -> None:
         self.path = work / "mnt"
         self.path.mkdir()
@@ -91,6 +99,7 @@ class Mount:
         self.pid = 0
         self.config = work / "mount.toml"
         text = f'state_dir = "{work}/state"\n[source]\nurl = "{url}"\ntimeout = "{timeout}"\n'
+        text += f'token_file = "{token_file}"\n' if token_file else ""
         text += f"[warm]\n{warm}\n" if warm else ""
         text += f"[hot]\n{hot}\n" if hot else ""
         self.config.write_text(text + extra)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import trio
 
-from tierfs.blocks.errors import TierFailed, TierfsError
+from tierfs.blocks.errors import SourceTimeout, TierFailed, TierfsError
 from tierfs.blocks.spans import block_length
 from tierfs.cache.block_cache import BlockCache, FileFacts, blocks_of
 from tierfs.tiers.interface import LocalTier, Offer
@@ -25,12 +25,14 @@ class WarmProgress:
     bypassed_bytes: int = 0  # no room in the tier that may be taken
     failed_bytes: int = 0
     trouble: str = ""  # the first that was met
+    source_away: bool = False
 
 
 async def warm(cache: BlockCache, files: Sequence[FileFacts], tier: LocalTier, progress: WarmProgress) -> None:
     """Bring these files into that tier, counting in ``progress`` as it goes; returns when all is durable.
 
-    Trouble with one block is counted and does not stop the others. Cancellation keeps what has been brought.
+    Trouble with one block is counted and does not stop the others, but when the source stays away for its whole timeout
+    the rest is given up too. Cancellation keeps what has been brought.
     """
     send, receive = trio.open_memory_channel[tuple[FileFacts, int]](0)
 
@@ -44,8 +46,11 @@ async def warm(cache: BlockCache, files: Sequence[FileFacts], tier: LocalTier, p
         async for file, block in receive:
             length = block_length(file.size_bytes, cache.block_bytes, block)
             try:
+                if progress.source_away:
+                    raise SourceTimeout("the source is away")
                 kept = await _bring(cache, file, block, tier)
             except TierfsError as error:
+                progress.source_away = progress.source_away or isinstance(error, SourceTimeout)
                 progress.failed_bytes += length
                 progress.trouble = progress.trouble or str(error)
                 continue

@@ -12,9 +12,11 @@ from tierfs.cli.errors import one_line
 from tierfs.cli.mount import overrides
 from tierfs.config.load import load_serve_config, serve_config_for_directory
 
+_DEFAULT = Path("/etc/tierfs/serve.toml")
+
 
 def serve(
-    what: Annotated[Path, typer.Argument(help="A directory of models, or a configuration file (TOML).")],
+    what: Annotated[Path, typer.Argument(help="A directory of models, or a configuration file (TOML).")] = _DEFAULT,
     listen: Annotated[list[str] | None, typer.Option(help="tcp://HOST:PORT; may be repeated.")] = None,
     token_file: Annotated[Path | None, typer.Option(help="File with the shared token.")] = None,
     settle: Annotated[str | None, typer.Option(help="Keep files out until still that long (a DIR only).")] = None,

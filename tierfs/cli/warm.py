@@ -1,5 +1,6 @@
 """`tierfs warm PATH... [--tier hot|warm] [--check]`."""
 
+import sys
 from collections.abc import Iterator
 from typing import Annotated, Any
 
@@ -16,7 +17,7 @@ from tierfs.control.socket import ask
 
 def warm(
     paths: Annotated[list[str], typer.Argument(help="Files or directories in a mount.")],
-    tier: Annotated[str | None, typer.Option(help="hot or warm; the largest one configured when left out.")] = None,
+    tier: Annotated[str | None, typer.Option(help="hot or warm; warm, if there is one, when left out.")] = None,
     check: Annotated[bool, typer.Option(help="Only say what is resident; status 0 when everything is.")] = False,
 ) -> None:
     """Bring models into a local tier before somebody needs them."""
@@ -27,7 +28,7 @@ def warm(
             return
         last: dict[str, Any] = {}
         columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True)) as progress:
+        with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
             task = progress.add_task("warming", total=None)
             for last in ask(record, "warm", paths=relative, tier=tier, timeout_s=120.0):
                 done = last["done_bytes"] + last["bypassed_bytes"] + last["failed_bytes"]
@@ -36,8 +37,8 @@ def warm(
             raise ControlError(f"{format_bytes(last['failed_bytes'])} could not be brought: {last['trouble']}")
         if last["bypassed_bytes"]:
             raise ControlError(
-                f"{format_bytes(last['bypassed_bytes'])} do not fit into the tier beside what may not be evicted;"
-                " raise its capacity or evict something"
+                f"{format_bytes(last['bypassed_bytes'])} do not fit into the tier beside what is in use or hotter;"
+                " raise its capacity"
             )
         print(f"{format_bytes(last['total_bytes'])} resident")
 

@@ -45,7 +45,10 @@ class LogConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="the least severe line kept")] = (
         "info"
     )
-    file: Annotated[Path | None, Meta(description="append to this file instead of standard error")] = None
+    file: Annotated[
+        Path | None,
+        Meta(description="append to this file; else standard error, or `STATE_DIR/log/` for a mount in the background"),
+    ] = None
     format: Annotated[Literal["text", "json"], Meta(description="one line of text or one JSON object per event")] = (
         "text"
     )
@@ -79,7 +82,10 @@ class HotConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     capacity: Annotated[Size, Meta(description="most bytes the tier may hold")] = COMPUTED_SIZE
     admit: Annotated[
         Literal["first", "second", "pinned"],
-        Meta(description="what enters: blocks read once, models opened a second time, or pinned models alone"),
+        Meta(
+            description="what enters by being read: `first` every block, `second` what is loaded a second time,"
+            " `pinned` nothing (`tierfs warm --tier hot` brings models in whatever this says)"
+        ),
     ] = "first"
 
 
@@ -148,7 +154,7 @@ class MountConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     mount: KernelMountConfig = KernelMountConfig()
     log: LogConfig = LogConfig()
     state_dir: Annotated[
-        Path, Meta(description="what the daemon remembers: the catalog, inode numbers, its socket")
+        Path, Meta(description="what the daemon remembers: the last catalog, inode numbers; and its log")
     ] = field(default_factory=default_state_dir)
 
 
@@ -165,7 +171,7 @@ class ServerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     state_dir: Annotated[Path, Meta(description="remembered digests and catalogs; outside every export")] = field(
         default_factory=default_state_dir
     )
-    max_connections: Annotated[int, Meta(ge=1, le=65535, description="connections at once; more are refused")] = 256
+    max_connections: Annotated[int, Meta(ge=1, le=65535, description="connections at once; more are refused")] = 1024
     memory_limit: Annotated[Size, Meta(description="most bytes of buffers; at least 16 blocks")] = Size(512 * MIB)
 
 
