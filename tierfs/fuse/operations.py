@@ -167,6 +167,9 @@ class Operations(pyfuse3.Operations):
         return data
 
     async def getxattr(self, inode: int, name: bytes, ctx: object) -> bytes:
+        if not name.startswith(b"user."):
+            # `ls -l` asks for labels and access control lists of each file, unless it is told that there are none here.
+            raise FUSEError(errno.ENOTSUP)
         with self._answering():
             node, _ = self._fs.attributes(inode)
             if node.entry.kind is Kind.FILE and node.position >= 0:
