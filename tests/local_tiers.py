@@ -105,7 +105,9 @@ async def running(tier: DirectoryTier) -> AsyncIterator[DirectoryTier]:
 
 def warm(*paths: Path, capacity_bytes: int | None = 64 << 20, **more: Any) -> DirectoryTier:
     """A warm tier that looks at its devices often."""
-    return DirectoryTier("warm", paths, capacity_bytes=capacity_bytes, mapped=False, **{"probe_s": 0.05, **more})
+    return DirectoryTier(
+        "warm", paths, block_bytes=BLOCK, capacity_bytes=capacity_bytes, mapped=False, **{"probe_s": 0.05, **more}
+    )
 
 
 def run(test: Callable[[], Any], *, seconds: float = 30) -> None:

@@ -32,7 +32,7 @@ class Kit:
 
     def tier(self, **more: Any) -> DirectoryTier:
         settings: dict[str, Any] = {"capacity_bytes": 64 << 20, "mapped": self.hot, "probe_s": 0.05, **more}
-        return DirectoryTier(self.kind, self.paths, **settings)
+        return DirectoryTier(self.kind, self.paths, **{"block_bytes": BLOCK, **settings})
 
     def files(self) -> list[Path]:
         return [file for path in self.paths for file in object_files(path)]
@@ -202,6 +202,27 @@ def test_residency_survives_a_restart_where_it_can(kit: Kit) -> None:
                 assert tier.resident_bytes(content.key) == len(content.bytes)
                 assert await content.hits(tier) == 4
                 assert tier.statistics().used_bytes >= len(content.bytes)
+
+    run(test)
+
+
+def test_objects_of_another_block_size_are_evicted_when_found(kit: Kit) -> None:
+    if kit.hot:
+        pytest.skip("hot keeps nothing across runs")
+
+    async def test() -> None:
+        content = Content(1, 3 * BLOCK + 100)
+        async with running(kit.tier()) as tier:
+            await content.fill(tier)
+        async with running(kit.tier(block_bytes=2 * BLOCK)) as tier:
+            assert tier.resident_bytes(content.key) == 0
+            assert not tier.resident(content.key, 0)
+            assert await tier.read_span(content.key, Span(1, 0, 10)) is None
+            while tier.statistics().used_bytes:
+                await trio.sleep(0.01)
+        async with running(kit.tier()) as tier:
+            assert tier.resident_bytes(content.key) == 0
+        assert kit.files() == []
 
     run(test)
 
@@ -443,7 +464,9 @@ def test_two_devices_share_the_objects(tmp_path: Path) -> None:
     async def test() -> None:
         paths = [tmp_path / "a", tmp_path / "b"]
         contents = [Content(seed, 3 * BLOCK) for seed in range(10)]
-        async with running(DirectoryTier("warm", paths, capacity_bytes=64 << 20, mapped=False)) as tier:
+        async with running(
+            DirectoryTier("warm", paths, block_bytes=BLOCK, capacity_bytes=64 << 20, mapped=False)
+        ) as tier:
             for content in contents:
                 await content.fill(tier)
             assert [len(object_files(path)) for path in paths] == [5, 5]
@@ -455,7 +478,9 @@ def test_two_devices_share_the_objects(tmp_path: Path) -> None:
 def test_automatic_capacity_counts_one_file_system_once(tmp_path: Path) -> None:
     async def test() -> None:
         space = os.statvfs(tmp_path)
-        tier = DirectoryTier("warm", [tmp_path / "a", tmp_path / "b"], capacity_bytes=None, mapped=False)
+        tier = DirectoryTier(
+            "warm", [tmp_path / "a", tmp_path / "b"], block_bytes=BLOCK, capacity_bytes=None, mapped=False
+        )
         async with running(tier):
             capacity = tier.statistics().capacity_bytes
             assert 0.5 * space.f_bavail * space.f_frsize < capacity < space.f_bavail * space.f_frsize

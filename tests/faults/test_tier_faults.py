@@ -483,7 +483,9 @@ def test_out_of_descriptors_is_no_reason_to_drop_what_is_resident(tmp_path: Path
         import resource
 
         content, other = Content(1, 2 * BLOCK), Content(2, 2 * BLOCK)
-        tier = DirectoryTier("warm", [tmp_path], capacity_bytes=64 << 20, mapped=False, open_objects=1)
+        tier = DirectoryTier(
+            "warm", [tmp_path], block_bytes=BLOCK, capacity_bytes=64 << 20, mapped=False, open_objects=1
+        )
         async with running(tier):
             await content.fill(tier)
             await other.fill(tier)

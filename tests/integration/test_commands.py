@@ -64,6 +64,9 @@ def test_a_place_that_cannot_be_a_mountpoint_is_refused(tmp_path: Path, models: 
     assert "mkdir" in refusal("mount", config, tmp_path / "missing")
     (tmp_path / "mnt").mkdir()
     assert "inside the mountpoint" in refusal("mount", config, tmp_path / "mnt")
+    inside = tmp_path / "inside.toml"
+    inside.write_text(f'state_dir = "{tmp_path}/mnt/state"\n[source]\nurl = "dir:{models}"\n')
+    assert "wait for itself" in refusal("mount", inside, tmp_path / "mnt")
     assert "no tierfs is mounted" in refusal("unmount", tmp_path / "mnt")
     assert "not in a tierfs mount" in refusal("status", tmp_path)
 

@@ -247,6 +247,18 @@ def test_locks_exclude_on_read_only_opens(mounted: Path) -> None:
     assert other() == "got it"
 
 
+def test_record_locks_are_those_of_a_read_only_descriptor(mounted: Path) -> None:
+    with (mounted / "big.bin").open("rb") as file:
+        fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB, 10, 0)
+        fcntl.lockf(file, fcntl.LOCK_UN, 10, 0)
+        assert refused(lambda: fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 10, 0)) == errno.EBADF
+
+
+def test_times_are_the_modification_time(mounted: Path) -> None:
+    status = (mounted / "big.bin").stat()
+    assert status.st_atime_ns == status.st_mtime_ns == status.st_ctime_ns
+
+
 def test_extended_attributes(mounted: Path) -> None:
     path = mounted / "sizes" / "513"
     assert b"size=513" in os.getxattr(path, "user.tierfs.resident")

@@ -159,9 +159,11 @@ def test_unmount_while_files_are_open_mapped_and_a_directory_is_in_use(
         try:
             assert holder.stdout is not None and holder.stdout.readline() == "in\n"
             start = time.monotonic()
-            mounted.unmount()
-            assert time.monotonic() - start < 10
-            assert f" {mounted.path} " not in Path("/proc/mounts").read_text()
+            with (mounted.path / "b" / "model.bin").open("rb", buffering=0) as open_file:
+                mounted.unmount()
+                assert time.monotonic() - start < 10
+                assert f" {mounted.path} " not in Path("/proc/mounts").read_text()
+                assert error_of(lambda: open_file.read(1)) in (errno.ENOTCONN, errno.ECONNABORTED)
         finally:
             holder.kill()
 

@@ -44,6 +44,8 @@ def test_a_new_version_of_equal_size_and_mtime_is_seen_and_the_old_descriptor_st
         assert path.stat().st_ino != inode
         drop_caches()
         assert os.pread(held.fileno(), len(old), 0) == old  # resident in warm under its own version
+        eventually(lambda: os.fstat(held.fileno()).st_nlink == 0, "the open file has no name any more")
+        assert os.fstat(held.fileno()).st_size == len(old)
 
 
 def test_an_old_version_the_source_no_longer_has_is_stale_not_other_bytes(

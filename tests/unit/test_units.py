@@ -93,9 +93,16 @@ def test_whole_units_print_without_loss(count: int, unit: int) -> None:
     assert parse_bytes(format_bytes(count * unit)) == count * unit
 
 
-@given(st.floats(min_value=1e-6, max_value=1e7))
+@given(st.floats(min_value=1e-6, max_value=2.5e6))
 def test_printed_durations_parse_back_to_within_their_digits(seconds: float) -> None:
     assert parse_duration(format_duration(seconds)) == pytest.approx(seconds, rel=0.4 if seconds < 1e-5 else 0.02)
+
+
+def test_a_duration_beyond_all_reason_is_refused() -> None:
+    assert parse_duration("30d") == 30 * 86400
+    for text in ("31d", "9999999h", "1000000000000s"):
+        with pytest.raises(ConfigError):
+            parse_duration(text)
 
 
 def test_durations_read_as_a_person_says_them() -> None:

@@ -86,15 +86,17 @@ def check_places(config: MountConfig, mountpoint: str) -> None:
     path = Path(mountpoint)
     if not path.is_dir():
         raise MountFailed(f"{mountpoint} is not a directory: make it with mkdir -p")
-    places = [Path(place) for place in tier_paths(config)]
+    tiers = [Path(place).resolve() for place in tier_paths(config)]
+    for tier in tiers:
+        if tier in path.parents:
+            raise MountFailed(f"the mountpoint {mountpoint} lies inside the tier directory {tier}")
+    # Everything the daemon itself reads or writes: through its own mount it would wait for itself, for ever.
+    others = [config.state_dir, config.log.file, config.source.token_file, config.source.tls_ca_file]
     if config.source.url.startswith("dir:"):
-        places.append(Path(config.source.url.removeprefix("dir:")))
-    for place in places:
-        resolved = place.resolve()
-        if resolved == path or path in resolved.parents:
+        others.append(Path(config.source.url.removeprefix("dir:")))
+    for place in tiers + [Path(other).resolve() for other in others if other is not None]:
+        if place == path or path in place.parents:
             raise MountFailed(f"{place} lies inside the mountpoint {mountpoint}: tierfs would wait for itself")
-        if place in [Path(tier) for tier in tier_paths(config)] and resolved in path.parents:
-            raise MountFailed(f"the mountpoint {mountpoint} lies inside the tier directory {place}")
 
 
 def tier_paths(config: MountConfig) -> list[str]:
@@ -149,7 +151,7 @@ class _Mount:
                 )
             tree = await trio.to_thread.run_sync(Tree, publication.catalog, inodes)
             gc.freeze()  # the tree is large, lives on, and has no cycles: collections need not walk it
-            tiers = make_tiers(config)
+            tiers = make_tiers(config, block_bytes)
             for tier in tiers:
                 await outer.start(_running, tier)
                 if tier.mapped and tier.statistics().kind == "directory":
@@ -319,7 +321,7 @@ def make_source(config: MountConfig) -> Source:
     )
 
 
-def make_tiers(config: MountConfig) -> list[LocalTier]:
+def make_tiers(config: MountConfig, block_bytes: int) -> list[LocalTier]:
     """Hot, then warm, as far as they are configured."""
     tiers: list[LocalTier] = []
     # Blocks that wait to be written hold buffers of the pool; a quarter of it is the most they may take.
@@ -329,6 +331,7 @@ def make_tiers(config: MountConfig) -> list[LocalTier]:
             DirectoryTier(
                 "hot",
                 [Path(config.hot.path)],
+                block_bytes=block_bytes,
                 capacity_bytes=config.hot.capacity,
                 high_watermark=0.95,
                 low_watermark=0.90,
@@ -341,6 +344,7 @@ def make_tiers(config: MountConfig) -> list[LocalTier]:
             DirectoryTier(
                 "warm",
                 [Path(path) for path in config.warm.directories],
+                block_bytes=block_bytes,
                 capacity_bytes=config.warm.capacity,
                 high_watermark=config.warm.high_watermark,
                 low_watermark=config.warm.low_watermark,

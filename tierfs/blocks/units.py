@@ -44,6 +44,7 @@ _SECONDS = {
 _NUMBER = r"(\d{1,18}(?:\.\d{1,9})?)"
 _SIZE = re.compile(_NUMBER + r" ?([a-z]+)", re.ASCII)
 _DURATION_PART = re.compile(_NUMBER + r" ?(ns|us|ms|s|min|m|h|d)(?![a-z])", re.ASCII)
+_LONGEST_S = 30 * 86400  # more is a mistake, and soon beyond what select(2) takes
 _LARGEST_BYTES = 1 << 62
 
 
@@ -68,6 +69,8 @@ def parse_duration(text: str) -> Duration:
         position = match.end()
     if position == 0 or position != len(rest):
         raise ConfigError(f'{text!r} is not a duration; write a number and ms, s, m, h or d, as in "30s"')
+    if seconds > _LONGEST_S:
+        raise ConfigError(f"{text!r} is longer than 30 days")
     return Duration(seconds)
 
 

@@ -106,9 +106,10 @@ def overrides(options: list[str] | None) -> dict[str, object]:
 
 
 def _absolute(mountpoint: Path) -> str:
-    # realpath of the parent only: the mountpoint itself may be a dead mount, which must not be touched.
-    path = Path(os.path.abspath(mountpoint))
-    return str(path.parent.resolve() / path.name) if path.name else str(path)
+    # The mountpoint itself may be a dead or hanging mount, which must not be touched; a symlink to it is resolved.
+    path = os.path.abspath(mountpoint)
+    place = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
+    return place if mount_at(place) is not None else os.path.realpath(place)
 
 
 def _start_daemon(config: Path, place: str, options: list[str], timeout_s: float, log_file: str) -> None:

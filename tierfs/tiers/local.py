@@ -48,7 +48,8 @@ class DirectoryTier:
     """LocalTier over directories; see the head of the file.
 
     ``paths``: one per device, each owned by this daemon while ``run`` is running. ``capacity_bytes`` None: 90 % of what
-    their file systems have free or used by us. ``write_queue_bytes`` bounds what is accepted and not written yet.
+    their file systems have free or used by us. Objects of another ``block_bytes`` are evicted when found.
+    ``write_queue_bytes`` bounds what is accepted and not written yet.
     ``mapped``: read through mappings (tmpfs, DAX); on a tmpfs nothing is persisted. ``clock`` gives seconds for heat;
     it must go on across restarts. ``probe_s``: how often a device is looked at; doubled while it stays out of service.
     """
@@ -58,6 +59,7 @@ class DirectoryTier:
         name: str,
         paths: Sequence[Path],
         *,
+        block_bytes: int,
         capacity_bytes: int | None,
         high_watermark: float = 0.95,
         low_watermark: float = 0.90,
@@ -70,6 +72,7 @@ class DirectoryTier:
         assert paths
         self.name = name
         self.mapped = mapped
+        self._block_bytes = block_bytes
         self._capacity_bytes = capacity_bytes
         self._watermarks = Watermarks(capacity_bytes or 0, high_watermark, low_watermark)
         self._write_queue_bytes = write_queue_bytes
@@ -377,6 +380,7 @@ class DirectoryTier:
     def _adopt(self, device: Device, loaded: Loaded) -> None:
         for model, heat in loaded.stored.models:
             self._placement.heats.restore(model, heat)
+        outdated = 0
         for stored, allocated in loaded.objects:
             entry = Entry(
                 name=stored.name, key=stored.key, size_bytes=stored.size_bytes, block_bytes=stored.block_bytes,
@@ -393,11 +397,18 @@ class DirectoryTier:
             elif stored.verified:
                 device.unverify(entry.name)
             self._space.set_allocated(entry, allocated)
+            if stored.block_bytes != self._block_bytes:
+                self._removals.remove(entry)
+                outdated += 1
+                continue
             loser = self._index.add(entry)
             if loser is not None:
                 self._removals.remove(loser)
             if entry.key != stored.key:
                 device.keys.append((entry.name, entry.key, stored.key))
+        if outdated:
+            _log.warning("other_block_size path=%s evicted_objects=%d: the export has another block size than before",
+                         device.root, outdated)  # fmt: skip
         device.recovered()
         self._measure_capacity()
 
