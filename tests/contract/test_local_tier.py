@@ -218,8 +218,8 @@ def test_objects_of_another_block_size_are_evicted_when_found(kit: Kit) -> None:
             assert tier.resident_bytes(content.key) == 0
             assert not tier.resident(content.key, 0)
             assert await tier.read_span(content.key, Span(1, 0, 10)) is None
-            while tier.statistics().used_bytes:
-                await trio.sleep(0.01)
+            while tier.statistics().used_bytes:  # the space follows
+                await trio.lowlevel.checkpoint()
         async with running(kit.tier()) as tier:
             assert tier.resident_bytes(content.key) == 0
         assert kit.files() == []
