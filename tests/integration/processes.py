@@ -42,9 +42,9 @@ class Serve:
     def __init__(self, directory: Path, work: Path, *options: str, port: int = 0) -> None:
         self._ready = work / "ready"
         self._log = (work / "serve.log").open("ab")
-        self._command = [sys.executable, "-m", "tierfs.cli.main", "serve", str(directory)]
-        self._command += ["--listen", f"tcp://127.0.0.1:{port}", "--state-dir", str(work / "serve-state")]
-        self._command += ["--ready-file", str(self._ready), *options]
+        self.command = [sys.executable, "-m", "tierfs.cli.main", "serve", str(directory)]
+        self.command += ["--listen", f"tcp://127.0.0.1:{port}", "--state-dir", str(work / "serve-state")]
+        self.command += ["--ready-file", str(self._ready), *options]
         self.log = work / "serve.log"
         self.url = ""
         self.start()
@@ -54,8 +54,8 @@ class Serve:
         self._ready.unlink(missing_ok=True)
         if self.url:
             address = self.url.removeprefix("tierfs://").rstrip("/")
-            self._command[self._command.index("--listen") + 1] = f"tcp://{address}"
-        self.process = subprocess.Popen(self._command, stdout=self._log, stderr=self._log, env=ENVIRONMENT)
+            self.command[self.command.index("--listen") + 1] = f"tcp://{address}"
+        self.process = subprocess.Popen(self.command, stdout=self._log, stderr=self._log, env=ENVIRONMENT)
         eventually(lambda: self._ready.exists() or self.process.poll() is not None, "the server is ready")
         assert self.process.poll() is None, self.log.read_text()
         self.url = self._ready.read_text().split()[0]
@@ -121,7 +121,7 @@ class Mount:
     def kill(self) -> None:
         """Kill the daemon as the OOM killer does; the dead mount stays."""
         os.kill(self.pid, signal.SIGKILL)
-        eventually(lambda: not _runs(self.pid), "the daemon is gone")
+        eventually(lambda: not runs(self.pid), "the daemon is gone")
 
     def log(self) -> str:
         """The daemon's log."""
@@ -130,17 +130,18 @@ class Mount:
     def cleanup(self) -> None:
         """Whatever happened: no mount and no process stays."""
         subprocess.run(["umount", "-l", str(self.path)], capture_output=True, check=False)
-        if self.pid and _runs(self.pid):
+        if self.pid and runs(self.pid):
             os.kill(self.pid, signal.SIGCONT)
             os.kill(self.pid, signal.SIGTERM)
             try:
-                eventually(lambda: not _runs(self.pid), "the daemon has ended", within_s=12)
+                eventually(lambda: not runs(self.pid), "the daemon has ended", within_s=12)
             except AssertionError:
                 os.kill(self.pid, signal.SIGKILL)
         tierfs("unmount", self.path, check=False)
 
 
-def _runs(pid: int) -> bool:
+def runs(pid: int) -> bool:
+    """Whether that process is there and no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
     except OSError:

@@ -67,8 +67,48 @@ def test_a_place_that_cannot_be_a_mountpoint_is_refused(tmp_path: Path, models: 
     inside = tmp_path / "inside.toml"
     inside.write_text(f'state_dir = "{tmp_path}/mnt/state"\n[source]\nurl = "dir:{models}"\n')
     assert "wait for itself" in refusal("mount", inside, tmp_path / "mnt")
+    assert "no tierfs is mounted" in refusal("unmount", "/proc")
     assert "no tierfs is mounted" in refusal("unmount", tmp_path / "mnt")
     assert "not in a tierfs mount" in refusal("status", tmp_path)
+
+
+def test_a_mountpoint_may_be_a_symlink(tmp_path: Path, models: Path, serve: MakeServe, mount: MakeMount) -> None:
+    mounted = mount(serve(models).url)
+    mounted.unmount()
+    link = tmp_path / "link"
+    link.symlink_to(mounted.path)
+    tierfs("mount", mounted.config, link)
+    mounted.pid = int(mounted.status()["daemon"]["pid"])
+    assert (link / "m" / "model.bin").stat().st_size == 5 << 20
+    tierfs("unmount", link)
+    assert not (mounted.path / "m").exists()
+
+
+def test_a_directory_source_that_is_not_there_is_refused_at_once(tmp_path: Path) -> None:
+    config = tmp_path / "c.toml"
+    config.write_text(f'state_dir = "{tmp_path}/s"\n[source]\nurl = "dir:{tmp_path}/nope"\n')
+    (tmp_path / "mnt").mkdir()
+    assert f"{tmp_path}/nope is not there" in refusal("mount", config, tmp_path / "mnt")
+
+
+def test_a_mount_without_its_source_says_so(models: Path, serve: MakeServe, mount: MakeMount) -> None:
+    server = serve(models)
+    mounted = mount(server.url, timeout="1s")
+    mounted.unmount()
+    server.kill()
+    said = tierfs("mount", mounted.config, mounted.path).stderr
+    assert "mounted, but" in said and "refused" in said
+    mounted.pid = int(mounted.status()["daemon"]["pid"])
+
+
+def test_warm_says_what_is_really_there(tmp_path: Path, models: Path, serve: MakeServe, mount: MakeMount) -> None:
+    (models / "n").mkdir()
+    (models / "n" / "model.bin").write_bytes(os.urandom(40 << 20))
+    mounted = mount(serve(models).url, warm=f'path = "{tmp_path}/warm"\ncapacity = "44MiB"')
+    for model in ("m", "n", "m", "n"):
+        done = tierfs("warm", mounted.path / model, check=False)
+        (answer,) = json.loads(tierfs("where", mounted.path / model, "--json").stdout)
+        assert (done.returncode == 0) == (answer["missing_bytes"] == 0), (done, answer)
 
 
 def test_an_unreachable_source_is_named(tmp_path: Path) -> None:

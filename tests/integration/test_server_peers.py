@@ -110,7 +110,7 @@ def test_a_request_id_in_use_ends_the_connection(tmp_path: Path) -> None:
                 peer = await RawPeer.connect(port)
                 await peer.hello()
                 for _ in range(2):
-                    await peer.send(m.ReadBlock(version, 0, 0, 1), request_id=7)
+                    await peer.send(m.ReadBlock(version, 0, 0, 1, BLOCK_BYTES), request_id=7)
                 _, message, _ = await peer.receive()
                 assert isinstance(message, m.Error) and "7 is in use" in message.message
 
@@ -127,7 +127,7 @@ def test_one_byte_at_a_time_is_served_all_the_same(tmp_path: Path) -> None:
         async with serving(tmp_path) as served:
             version, _ = file_of(await served.source.publication(), b"file")
             peer = await RawPeer.connect(served.port)
-            for message, id_ in ((m.Hello("", bytes(32), "", ()), 0), (m.ReadBlock(version, 0, 1, 2), 5)):
+            for message, id_ in ((m.Hello("", bytes(32), "", ()), 0), (m.ReadBlock(version, 0, 1, 2, BLOCK_BYTES), 5)):
                 for byte in m.encode(message, request_id=id_):
                     await peer.stream.send_all(bytes([byte]))
                 request_id, reply, data = await peer.receive()
@@ -174,7 +174,7 @@ def test_a_peer_that_takes_nothing_is_cut_off_and_gives_back_what_it_held(tmp_pa
             version, _ = file_of(await served.source.publication(), b"file")
             peer = await narrow_peer(served.port)
             for block in range(32):
-                await peer.send(m.ReadBlock(version, block, 0, BLOCK_BYTES), request_id=block)
+                await peer.send(m.ReadBlock(version, block, 0, BLOCK_BYTES, BLOCK_BYTES), request_id=block)
             await eventually(lambda: served.server.statistics().in_flight_bytes > 0)
             await eventually(lambda: served.server.statistics().connections == 0)
             assert served.server.statistics().in_flight_bytes == 0
@@ -193,7 +193,7 @@ def test_a_reset_in_mid_body_frees_everything(tmp_path: Path) -> None:
             for _ in range(5):
                 peer = await narrow_peer(served.port)
                 for block in range(32):
-                    await peer.send(m.ReadBlock(version, block, 0, BLOCK_BYTES), request_id=block)
+                    await peer.send(m.ReadBlock(version, block, 0, BLOCK_BYTES, BLOCK_BYTES), request_id=block)
                 await peer.stream.receive_some(1000)
                 reset(peer)
             await eventually(lambda: served.server.statistics().connections == 0)
@@ -229,7 +229,7 @@ def test_two_hundred_slow_peers_hold_bounded_memory_and_the_others_are_served(tm
                 peer = await narrow_peer(served.port)
                 try:
                     for block in range(16):
-                        await peer.send(m.ReadBlock(version, block, 0, BLOCK_BYTES), request_id=block)
+                        await peer.send(m.ReadBlock(version, block, 0, BLOCK_BYTES, BLOCK_BYTES), request_id=block)
                     await trio.sleep_forever()
                 except (trio.BrokenResourceError, EOFError):
                     pass  # cut off
@@ -273,7 +273,7 @@ def test_many_requests_in_flight_come_back_in_any_order_each_once(tmp_path: Path
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(receive)
                 for i in range(count):
-                    await peer.send(m.ReadBlock(version, i % 16, i, 100), request_id=i)
+                    await peer.send(m.ReadBlock(version, i % 16, i, 100, BLOCK_BYTES), request_id=i)
             for i in range(count):
                 start = i % 16 * BLOCK_BYTES + i
                 assert found[i] == data[start : start + 100]
@@ -293,12 +293,12 @@ def test_reading_stops_at_the_limit_of_requests(tmp_path: Path) -> None:
                 peer = await RawPeer.connect(port)
                 await peer.hello()
                 for i in range(6):
-                    await peer.send(m.ReadBlock(version, 0, 0, 100), request_id=i)
+                    await peer.send(m.ReadBlock(version, 0, 0, 100, BLOCK_BYTES), request_id=i)
                 await peer.send(m.Ping(), request_id=100)
                 assert isinstance((await peer.receive())[1], m.Pong)
                 assert gated.waiting == 3, "not more are opened than may be"
                 for i in range(6, 9):
-                    await peer.send(m.ReadBlock(version, 0, 0, 100), request_id=i)
+                    await peer.send(m.ReadBlock(version, 0, 0, 100, BLOCK_BYTES), request_id=i)
                 await peer.send(m.Ping(), request_id=101)
                 gated.gate.set()
                 order = [(await peer.receive())[0] for _ in range(10)]
@@ -354,7 +354,7 @@ def test_a_cancelled_request_is_answered_once_and_frees_its_place(tmp_path: Path
                 version, _ = file_of(await inner.publication(), b"file")
                 peer = await RawPeer.connect(port)
                 await peer.hello()
-                await peer.send(m.ReadBlock(version, 0, 0, 100), request_id=1)
+                await peer.send(m.ReadBlock(version, 0, 0, 100, BLOCK_BYTES), request_id=1)
                 await gated.someone_waits.wait()
                 await peer.send(m.Cancel(), request_id=1)
                 request_id, message, _ = await peer.receive()
@@ -362,7 +362,7 @@ def test_a_cancelled_request_is_answered_once_and_frees_its_place(tmp_path: Path
                 assert gated.waiting == 0 and server.statistics().in_flight_bytes == 0
                 await peer.send(m.Cancel(), request_id=1)  # too late, and about nothing
                 gated.gate.set()
-                await peer.send(m.ReadBlock(version, 0, 0, 100), request_id=1)
+                await peer.send(m.ReadBlock(version, 0, 0, 100, BLOCK_BYTES), request_id=1)
                 assert (await peer.receive())[2] == b"x" * 100
 
     run(main)
@@ -382,7 +382,7 @@ def test_a_cancel_at_any_moment_leaves_each_request_one_whole_reply(tmp_path: Pa
             seen: list[int] = []
             whole = 0
             for i in range(count):
-                await peer.send(m.ReadBlock(version, 0, 0, BLOCK_BYTES), request_id=i)
+                await peer.send(m.ReadBlock(version, 0, 0, BLOCK_BYTES, BLOCK_BYTES), request_id=i)
                 for _ in range(i % 50):
                     await trio.lowlevel.checkpoint()
                 await peer.send(m.Cancel(), request_id=i)
@@ -395,7 +395,9 @@ def test_a_cancel_at_any_moment_leaves_each_request_one_whole_reply(tmp_path: Pa
                     assert isinstance(message, m.Error) and message.code is m.Code.CANCELLED
             assert seen == list(range(count))
             assert 0 < whole < count, "the moments were all alike: this test tests nothing"
-            assert served.server.statistics().in_flight_bytes == 0
+            await eventually(
+                lambda: served.server.statistics().in_flight_bytes == 0
+            )  # the last one is given up just now
 
     run(main)
 
@@ -512,7 +514,7 @@ def test_a_file_that_shrinks_while_it_is_sent_is_padded_and_does_not_pass_for_wh
                 async with listening({"": ShrunkExport(inner, shrunk, data)}) as (server, port):
                     peer = await RawPeer.connect(port)
                     await peer.hello()
-                    await peer.send(m.ReadBlock(version, 0, 0, BLOCK_BYTES), request_id=1)
+                    await peer.send(m.ReadBlock(version, 0, 0, BLOCK_BYTES, BLOCK_BYTES), request_id=1)
                     _, reply, received = await peer.receive()
                     assert received == data[: BLOCK_BYTES // 2] + bytes(BLOCK_BYTES // 2)
                     assert isinstance(reply, m.BlockData) and reply.digest != digest_block(received)
@@ -536,7 +538,7 @@ def test_an_export_that_fails_unexpectedly_is_an_error_to_the_peer_and_in_the_lo
                 peer = await RawPeer.connect(port)
                 await peer.hello()
                 for i in range(2):
-                    await peer.send(m.ReadBlock(version, 0, 0, 1), request_id=i)
+                    await peer.send(m.ReadBlock(version, 0, 0, 1, BLOCK_BYTES), request_id=i)
                     _, message, _ = await peer.receive()
                     assert isinstance(message, m.Error) and message.code is m.Code.UNAVAILABLE
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.processes import Mount, Serve, drop_caches, eventually, tierfs
+from tests.integration.processes import Mount, Serve, drop_caches, eventually, runs, tierfs
 
 pytestmark = pytest.mark.fuse
 
@@ -278,6 +278,55 @@ def test_a_model_larger_than_warm_does_not_thrash_it(
     assert status["tiers"]["warm"]["evicted_blocks"] == 0
     # the second pass hits for most of the tier: at most 30 + (30 - 15) fetches
     assert status["source"]["fetched_blocks"] <= 45
+
+
+@pytest.mark.parametrize(("before", "after"), [("1MiB", "4MiB"), ("4MiB", "1MiB")])
+def test_another_block_size_is_never_other_bytes(
+    before: str, after: str, models: Path, tmp_path: Path, serve: MakeServe, mount: MakeMount
+) -> None:
+    server = serve(models, "--set", f"exports..block_size={before}")
+    mounted = mount(server.url, warm=warm_tier(tmp_path), timeout="2s")
+    want = (models / "a" / "model.bin").read_bytes()
+
+    def compare() -> set[int | None]:
+        """Each slice is right or an error; the errors."""
+        errors: set[int | None] = set()
+        with (mounted.path / "a" / "model.bin").open("rb") as file:
+            for offset in range(0, len(want), 4096 * 61):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                try:
+                    assert os.pread(file.fileno(), 4096, offset) == want[offset : offset + 4096], offset
+                except OSError as error:
+                    errors.add(error.errno)
+        return errors
+
+    with (mounted.path / "a" / "model.bin").open("rb") as file:
+        assert os.pread(file.fileno(), 100, 0) == want[:100]
+    server.kill()
+    server.command[server.command.index(f"exports..block_size={before}")] = f"exports..block_size={after}"
+    server.start()
+    eventually(lambda: mounted.status()["source"]["state"] == "connected", "the source is back")
+    assert compare() <= {errno.ESTALE, errno.EIO}
+    mounted.unmount()
+    mounted.mount()
+    for _ in range(2):
+        drop_caches()
+        assert compare() == set()
+        assert sum_of(mounted.path / "a" / "model.bin") == hashlib.sha256(want).hexdigest()
+
+
+def test_a_daemon_that_is_stopped_can_be_unmounted(
+    models: Path, tmp_path: Path, serve: MakeServe, mount: MakeMount
+) -> None:
+    mounted = mount(serve(models).url)
+    os.kill(mounted.pid, signal.SIGSTOP)
+    refused = tierfs("mount", mounted.config, mounted.path, check=False, timeout_s=20)
+    assert refused.returncode == 1 and "already mounted" in refused.stderr
+    start = time.monotonic()
+    tierfs("unmount", mounted.path, timeout_s=30)
+    assert time.monotonic() - start < 15
+    assert f" {mounted.path} " not in Path("/proc/mounts").read_text()
+    assert not runs(mounted.pid)
 
 
 def test_the_source_may_be_a_directory(models: Path, tmp_path: Path, mount: MakeMount) -> None:

@@ -101,7 +101,7 @@ def test_a_busy_server_is_tried_again_later() -> None:
         client(None).receive(m.Refused(m.Code.BUSY, "full"))
 
 
-@pytest.mark.parametrize("message", [m.Ping(), m.Proof(bytes(32)), m.ReadBlock(bytes(16), 0, 0, 1), WELCOME])
+@pytest.mark.parametrize("message", [m.Ping(), m.Proof(bytes(32)), m.ReadBlock(bytes(16), 0, 0, 1, 4096), WELCOME])
 def test_a_server_refuses_anything_before_hello(message: m.Message) -> None:
     theirs = server(TOKEN)
     answer = theirs.receive(message)

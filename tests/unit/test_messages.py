@@ -18,7 +18,7 @@ EXAMPLES: list[m.Message] = [
     m.Proof(bytes(32)),
     m.Welcome(b"", ID, 32, 60, "tierfs", ()),
     m.Refused(m.Code.BUSY, "full"),
-    m.ReadBlock(ID, 3, 0, 4096),
+    m.ReadBlock(ID, 3, 0, 4096, 4096),
     m.BlockData(ID),
     m.GetCatalog(ID, 0, 1),
     m.CatalogPart(),
@@ -46,13 +46,13 @@ def test_a_message_survives_the_wire(message: m.Message) -> None:
 @pytest.mark.parametrize(
     ("type_", "fields"),
     [
-        (m.Type.READ_BLOCK, [ID, 3, 0]),  # one missing
-        (m.Type.READ_BLOCK, [ID, 3, 0, 1, 1]),  # one too many
+        (m.Type.READ_BLOCK, [ID, 3, 0, 4096]),  # one missing
+        (m.Type.READ_BLOCK, [ID, 3, 0, 1, 1, 4096]),  # one too many
         (m.Type.READ_BLOCK, [ID[:15], 3, 0, 1]),
-        (m.Type.READ_BLOCK, [ID, -1, 0, 1]),
-        (m.Type.READ_BLOCK, [ID, 1 << 62, 0, 1]),
-        (m.Type.READ_BLOCK, [ID, "3", 0, 1]),
-        (m.Type.READ_BLOCK, [ID, 3.0, 0, 1]),
+        (m.Type.READ_BLOCK, [ID, -1, 0, 1, 4096]),
+        (m.Type.READ_BLOCK, [ID, 1 << 62, 0, 1, 4096]),
+        (m.Type.READ_BLOCK, [ID, "3", 0, 1, 4096]),
+        (m.Type.READ_BLOCK, [ID, 3.0, 0, 1, 4096]),
         (m.Type.READ_BLOCK, {"version": ID}),
         (m.Type.HELLO, ["e" * 256, bytes(32), "", []]),
         (m.Type.HELLO, ["e", bytes(31), "", []]),

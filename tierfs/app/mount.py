@@ -9,6 +9,7 @@ Order of stopping: unmount (lazily, so that readers see an end at once), then th
 write their clean-stop mark. A watchdog ends the process if a stuck disk or source keeps that from finishing.
 """
 
+import ctypes
 import gc
 import hashlib
 import logging
@@ -50,6 +51,7 @@ from tierfs.tiers.remote import RemoteSource
 
 log = logging.getLogger(__name__)
 
+_MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8  # umount2(2)
 _BLOCKS_MIN = 16
 _REMEMBERED_AFTER_S = 5.0  # how long a start waits for the source when it has a remembered publication
 _STOP_LIMIT_S = 8.0  # after this the watchdog ends the process; the promise is 10 s
@@ -72,8 +74,14 @@ def unmount_dead(mountpoint: str) -> bool:
 
 def detach(mountpoint: str) -> None:
     """Take the mount away, lazily. Raises MountFailed."""
-    command = ["umount", "-l", mountpoint] if os.geteuid() == 0 else ["fusermount3", "-u", "-z", mountpoint]
+    if os.geteuid() == 0:
+        # Not umount(8), which looks at the mount before, and waits for a daemon that hangs.
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.umount2(os.fsencode(mountpoint), _MNT_DETACH | _UMOUNT_NOFOLLOW) and mount_at(mountpoint) is not None:
+            raise MountFailed(f"cannot unmount {mountpoint}: {os.strerror(ctypes.get_errno())}")
+        return
     try:
+        command = ["fusermount3", "-u", "-z", mountpoint]
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise MountFailed(f"cannot unmount {mountpoint}: {error}") from error
@@ -84,12 +92,19 @@ def detach(mountpoint: str) -> None:
 def check_places(config: MountConfig, mountpoint: str) -> None:
     """Refuse a mountpoint that cannot work, with the reason. Never touches a mounted tierfs."""
     path = Path(mountpoint)
+    if not path.exists():
+        raise MountFailed(f"{mountpoint} does not exist: make it with mkdir -p")
     if not path.is_dir():
-        raise MountFailed(f"{mountpoint} is not a directory: make it with mkdir -p")
+        raise MountFailed(f"{mountpoint} is not a directory: mount on an existing, empty directory")
     tiers = [Path(place).resolve() for place in tier_paths(config)]
     for tier in tiers:
         if tier in path.parents:
             raise MountFailed(f"the mountpoint {mountpoint} lies inside the tier directory {tier}")
+    if config.source.url.startswith("dir:"):
+        source = Path(config.source.url.removeprefix("dir:")).resolve()
+        for tier in tiers:
+            if tier == source or source in tier.parents or tier in source.parents:
+                raise MountFailed(f"the tier directory {tier} and the source {source} lie inside each other")
     # Everything the daemon itself reads or writes: through its own mount it would wait for itself, for ever.
     others = [config.state_dir, config.log.file, config.source.token_file, config.source.tls_ca_file]
     if config.source.url.startswith("dir:"):
@@ -105,10 +120,13 @@ def tier_paths(config: MountConfig) -> list[str]:
     return paths + ([str(config.hot.path)] if config.hot else [])
 
 
-def mount(config: MountConfig, mountpoint: str, *, config_path: str, log_file: str, ready: Callable[[], None]) -> None:
+def mount(
+    config: MountConfig, mountpoint: str, *, config_path: str, log_file: str, ready: Callable[[str], None]
+) -> None:
     """Mount and serve until unmounted or told to stop (SIGTERM, SIGINT, the control socket).
 
-    ``ready`` is called once readers may come. Raises a TierfsError when the mount cannot be made.
+    ``ready`` is called once readers may come, with what a person should know all the same, or nothing. Raises a
+    TierfsError when the mount cannot be made.
     """
     unmount_dead(mountpoint)
     check_places(config, mountpoint)
@@ -122,7 +140,7 @@ def mount(config: MountConfig, mountpoint: str, *, config_path: str, log_file: s
 
 class _Mount:
     def __init__(
-        self, config: MountConfig, mountpoint: str, config_path: str, log_file: str, ready: Callable[[], None]
+        self, config: MountConfig, mountpoint: str, config_path: str, log_file: str, ready: Callable[[str], None]
     ) -> None:
         self._config = config
         self._mountpoint = mountpoint
@@ -130,6 +148,7 @@ class _Mount:
         self._log_file = log_file
         self._ready = ready
         self._stopping = trio.Event()
+        self._note = ""
         name = hashlib.sha256(os.fsencode(f"{config.source.url} {mountpoint}")).hexdigest()[:16]
         self._state = Path(config.state_dir) / "mounts" / name
         self._state.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -144,6 +163,7 @@ class _Mount:
             publication = await self._first_publication(source)
             block_bytes = publication.catalog.block_bytes
             inodes = Inodes(self._state / "inodes.json")
+            source.count_in(block_bytes)
             if config.memory.limit < _BLOCKS_MIN * block_bytes:
                 raise ConfigError(
                     f"memory.limit is {format_bytes(config.memory.limit)}, but the export's blocks are"
@@ -236,7 +256,7 @@ class _Mount:
             )
         )
         log.info("mounted mountpoint=%s source=%s", self._mountpoint, self._config.source.url)
-        self._ready()
+        self._ready(self._note)
 
     async def _signals(self, scope: trio.CancelScope) -> None:
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as received:
@@ -260,6 +280,9 @@ class _Mount:
     async def _first_publication(self, source: Source) -> Publication:
         remembered = await trio.to_thread.run_sync(self._remembered.load)
         timeout_s = float(self._config.source.timeout)
+        directory = self._config.source.url.removeprefix("dir:")
+        if remembered is None and directory != self._config.source.url and not os.path.isdir(directory):
+            raise SourceUnavailable(f"source.url: the directory {directory} is not there")
         with trio.move_on_after(timeout_s if remembered is None else min(timeout_s, _REMEMBERED_AFTER_S)):
             publication = await source.publication()
             await trio.to_thread.run_sync(self._remembered.replace, publication)
@@ -267,7 +290,13 @@ class _Mount:
         statistics = source.statistics()
         reason = f"the source {statistics.url} cannot be reached: {statistics.reason or 'no answer'}"
         if remembered is None:
-            raise SourceUnavailable(f"{reason}; check that `tierfs serve` runs there and that the address is right")
+            advice = "check that `tierfs serve` runs there and that the address is right"
+            if self._config.source.url.startswith("dir:"):
+                advice = "check that the directory is there and can be read"
+            raise SourceUnavailable(f"{reason}; {advice}")
+        self._note = (
+            f"{reason}; names are those of the last time, and only what is resident can be read until it is back"
+        )
         generation = remembered.catalog.generation
         log.warning("source_down_at_start using=remembered-catalog generation=%d reason=%s", generation, reason)
         return remembered

@@ -59,6 +59,11 @@ class FileFacts:
     model: bytes
     model_bytes: int
 
+    @property
+    def name(self) -> str:
+        """The path for people."""
+        return self.path.decode("utf-8", "backslashreplace")
+
 
 @dataclass
 class CacheStatistics:
@@ -295,7 +300,7 @@ class BlockCache:
         if trio.current_time() - self._timed_out.get((key, block), -math.inf) < _SAME_OUTAGE_S:
             # Whoever comes once the source is back finds it.
             (self._loads.get((key, block)) or self._start(file, key, block, demand=False)).hurry.set()
-            raise SourceTimeout(f"block {block} of {file.path!r} has just failed for another reader")
+            raise SourceTimeout(f"block {block} of {file.name} has just failed for another reader")
         load = self._loads.get((key, block)) or self._start(file, key, block, demand=True)
         load.join()
         try:
@@ -313,7 +318,7 @@ class BlockCache:
             self._timed_out.clear()
         self._timed_out[(key, block)] = trio.current_time()
         raise SourceTimeout(
-            f"block {block} of {file.path!r} did not arrive in {self._timeout_s:g} s"
+            f"block {block} of {file.name} did not arrive in {self._timeout_s:g} s"
             f" (source {self.source.statistics().state})"
         )
 
@@ -361,7 +366,7 @@ class BlockCache:
         except Exception as error:
             # A bug in one load must not take the mount with it.
             log.exception("load_ended_by_bug path=%r block=%d", file.path, block)
-            load.error = TierFailed(f"block {block} of {file.path!r} could not be loaded: {error!r}")
+            load.error = TierFailed(f"block {block} of {file.name} could not be loaded: {error!r}")
         finally:
             del self._loads[(key, block)]
             if load.block is not None:
@@ -425,7 +430,7 @@ class BlockCache:
                 )
                 if corrupt >= _CORRUPT_TRIES:
                     raise CorruptBlock(
-                        f"block {block} of {file.path!r}: the source sent {corrupt} times bytes that do not match"
+                        f"block {block} of {file.name}: the source sent {corrupt} times bytes that do not match"
                         " their digest; check the storage and the network of the source"
                     )
             except (SourceUnavailable, NoBuffer) as error:

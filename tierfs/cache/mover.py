@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import trio
 
 from tierfs.blocks.errors import SourceTimeout, TierFailed, TierfsError
+from tierfs.blocks.ids import ObjectKey
 from tierfs.blocks.spans import block_length
 from tierfs.cache.block_cache import BlockCache, FileFacts, blocks_of
 from tierfs.tiers.interface import LocalTier, Offer
@@ -59,11 +60,24 @@ async def warm(cache: BlockCache, files: Sequence[FileFacts], tier: LocalTier, p
             else:
                 progress.bypassed_bytes += length
 
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(feed)
-        for _ in range(_AT_ONCE):
-            nursery.start_soon(work)
-    await tier.flush()
+    # In use, as far as placement is concerned: a model must not be evicted while it is being brought.
+    keys = [ObjectKey(file.version) for file in files]
+    for key in keys:
+        tier.touch(key)
+        tier.pin(key)
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(feed)
+            for _ in range(_AT_ONCE):
+                nursery.start_soon(work)
+        await tier.flush()
+        # What counts is what is there, not what was accepted: a disk may have failed, or been full.
+        there = sum(tier.resident_bytes(cache.key(file.version)) for file in files)
+        progress.bypassed_bytes += max(0, progress.done_bytes - there)
+        progress.done_bytes = min(progress.done_bytes, there)
+    finally:
+        for key in keys:
+            tier.unpin(key)
 
 
 async def _bring(cache: BlockCache, file: FileFacts, block: int, tier: LocalTier) -> bool:

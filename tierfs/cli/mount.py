@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -27,12 +28,12 @@ from tierfs.control.socket import ask
 from tierfs.fuse.kernel import mount_at
 
 _START_MARGIN_S = 60.0  # beyond source.timeout: opening the tiers and verifying their index
-_STOP_S = 10.0
+_STOP_S = 8.5  # the daemon gives itself 8 s
 
 
 def mount(
     config: Annotated[Path, typer.Argument(help="The configuration file (TOML).")],
-    mountpoint: Annotated[Path, typer.Argument(help="An existing directory.")],
+    mountpoint: Annotated[str, typer.Argument(help="An existing directory.")],  # a Path would be looked at: it may hang
     foreground: Annotated[bool, typer.Option(help="Stay in the foreground and log to stderr.")] = False,
     option: Annotated[list[str] | None, typer.Option("--set", help="Override a key: --set warm.capacity=1GiB")] = None,
     ready_fd: Annotated[int, typer.Option(hidden=True)] = -1,
@@ -59,7 +60,7 @@ def mount(
                 place,
                 config_path=str(config.absolute()),
                 log_file=log_file if daemon else "",
-                ready=lambda: waiting.tell("ready"),
+                ready=lambda note: waiting.tell(f"ready {note}"),
             )
         except TierfsError as error:
             waiting.tell(" ".join(str(error).split()))
@@ -70,12 +71,13 @@ def mount(
             raise
 
 
-def unmount(mountpoint: Annotated[Path, typer.Argument(help="Where the tierfs is mounted.")]) -> None:
+def unmount(mountpoint: Annotated[str, typer.Argument(help="Where the tierfs is mounted.")]) -> None:
     """Unmount, and end the daemon. Works while files are open and when the daemon is dead."""
     with one_line():
         place = _absolute(mountpoint)
         found = [record for record in registry.records() if record.mountpoint == place]
-        if not found and mount_at(place) is None:
+        entry = mount_at(place)
+        if not found and (entry is None or entry.file_system != "fuse.tierfs"):
             raise MountFailed(f"no tierfs is mounted at {place}")
         for record in found:
             if record.alive:
@@ -84,11 +86,10 @@ def unmount(mountpoint: Annotated[Path, typer.Argument(help="Where the tierfs is
                 except ControlError:
                     app_mount.detach(place)
                 if not _ended(record, _STOP_S):
-                    raise MountFailed(f"the daemon (pid {record.pid}) has not ended; its log: {record.log_file}")
-        entry = mount_at(place)
-        if entry is not None and entry.file_system == "fuse.tierfs":
-            app_mount.unmount_dead(place)
-        registry.remove(place)
+                    os.kill(record.pid, signal.SIGKILL)  # a crash it is made for; what hangs would keep it for ever
+                    if not _ended(record, 1.0):
+                        raise MountFailed(f"the daemon (pid {record.pid}) has not ended; its log: {record.log_file}")
+        app_mount.unmount_dead(place)
 
 
 def overrides(options: list[str] | None) -> dict[str, object]:
@@ -105,7 +106,7 @@ def overrides(options: list[str] | None) -> dict[str, object]:
     return pairs
 
 
-def _absolute(mountpoint: Path) -> str:
+def _absolute(mountpoint: str) -> str:
     # The mountpoint itself may be a dead or hanging mount, which must not be touched; a symlink to it is resolved.
     path = os.path.abspath(mountpoint)
     place = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
@@ -134,7 +135,10 @@ def _start_daemon(config: Path, place: str, options: list[str], timeout_s: float
     with os.fdopen(receive, "rb") as pipe:
         readable, _, _ = select.select([pipe], [], [], timeout_s + _START_MARGIN_S)
         line = pipe.readline().decode().strip() if readable else ""
-    if line == "ready":
+    if line.startswith("ready"):
+        note = line.removeprefix("ready").strip()
+        if note:
+            print(f"tierfs: mounted, but {note}", file=sys.stderr)
         return
     if readable and not line:
         assert child.stderr is not None

@@ -70,9 +70,10 @@ def _print(answer: dict[str, Any]) -> None:
         console.print(f"        {note}")
     table = Table("model", "size", "resident", "load from here", box=None, pad_edge=False)
     for model in answer["models"][:50]:
-        percent = 100 * model["resident_bytes"] / model["bytes"] if model["bytes"] else 100.0
+        # Rounded down: 100 % is all of it.
+        percent = 100 * model["resident_bytes"] // model["bytes"] if model["bytes"] else 100
         eta = "?" if model["eta_s"] is None else f"{model['eta_s']:.1f} s"
-        table.add_row(model["path"], format_bytes(model["bytes"]), f"{percent:.0f} %", eta)
+        table.add_row(model["path"], format_bytes(model["bytes"]), f"{percent} %", eta)
     console.print(table)
     if len(answer["models"]) > 50:
         console.print(f"and {len(answer['models']) - 50} more; --json has all")

@@ -50,6 +50,10 @@ def _check(answers: Iterator[dict[str, Any]], tier: str | None) -> None:
             raise ControlError(f"there is no {tier} tier in this mount's configuration")
         resident = answer["resident_bytes"] if tier is None else answer["tiers"][tier]
         complete = complete and resident == answer["bytes"]
-        print(f"{answer['path']}: {format_bytes(resident)} of {format_bytes(answer['bytes'])} resident")
+        missing = answer["bytes"] - resident
+        print(
+            f"{answer['path']}: {'all' if not missing else format_bytes(resident)} of {format_bytes(answer['bytes'])}"
+            f" resident{f', {format_bytes(missing)} missing' if missing else ''}"
+        )
     if not complete:
         raise SystemExit(1)

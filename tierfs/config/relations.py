@@ -57,7 +57,8 @@ def complete_mount(config: MountConfig, mistake: Mistake) -> MountConfig:
     _check_token(source.token_file, "source.token_file", mistake)
     _check_readable(source.tls_ca_file, "source.tls_ca_file", mistake)
     _check_block_size(source.block_size, "source.block_size", mistake)
-    _check_memory(config.memory.limit, "memory.limit", source.block_size, mistake)
+    if source.url.startswith("dir:"):  # of another source it is known, and checked, once it is reached
+        _check_memory(config.memory.limit, "memory.limit", source.block_size, mistake)
     _positive(source.rescan, "source.rescan", mistake)
     _check_readahead(config, mistake)
     mount = config.mount

@@ -1,9 +1,9 @@
 """Watermarks: between which fill levels a local tier is kept. Pure; called by the local tiers.
 
     0 ─────────────────────── low ──── high ─── capacity
-      admit freely                │       │        never crossed
-                                  │       reclaim starts here …
-                                  … and stops here
+      admit freely                │       │        never crossed; above it (a smaller one was configured) reclaim to low
+                                  │       an incoming block must make room from here on …
+                                  … and makes it down to here
 
 Capacity is a hard limit. The gap between high and capacity is room for what a file system allocates beside the data;
 the gap between low and high makes reclaim work in few, larger steps.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import trio
 
-from tierfs.blocks.errors import ProtocolError, SourceRefused, SourceUnavailable, TierfsError
+from tierfs.blocks.errors import ProtocolError, SourceRefused, SourceUnavailable, StaleVersion, TierfsError
 from tierfs.blocks.ids import VersionId
 from tierfs.server.budget import ByteBudget
 from tierfs.server.exports import OpenBlock
@@ -247,6 +247,8 @@ class Session:
 
     async def _read_block(self, request_id: int, request: _Request, message: m.ReadBlock, feed: ExportFeed) -> None:
         length_bytes = message.length_bytes
+        if feed.block_bytes is not None and message.block_bytes != feed.block_bytes:
+            raise StaleVersion(f"the export's blocks have {feed.block_bytes} bytes now, not {message.block_bytes}")
         if length_bytes > min(DATA_LIMIT_BYTES, feed.block_bytes or DATA_LIMIT_BYTES):
             raise SourceRefused(f"{length_bytes} bytes are more than a block of this export")
         async with (

@@ -80,6 +80,9 @@ class MemorySource:
             await self._changed.wait()
         return self._publication
 
+    def count_in(self, block_bytes: int) -> None:
+        assert block_bytes == self.block_bytes
+
     async def read_into(self, version: VersionId, span: Span, buffer: memoryview) -> BlockDigest:
         self.requests.append((version, span.block))
         await trio.lowlevel.checkpoint()

@@ -84,7 +84,7 @@ class DirectorySource:
         """``name`` is the export's; nothing is opened before ``run``."""
         self._path = Path(path)
         self._name = name
-        self._block_bytes = block_bytes
+        self._block_bytes = self._asked_block_bytes = block_bytes
         self._settle_s = settle_s
         self._rescan_s = rescan_s
         self._statistics = SourceStatistics(url=f"dir:{self._path}", transport="file", since_s=time.time())
@@ -166,6 +166,10 @@ class DirectorySource:
             await self._changed.wait()
         return self._publication
 
+    def count_in(self, block_bytes: int) -> None:
+        """See Source."""
+        self._asked_block_bytes = block_bytes
+
     async def read_into(self, version: VersionId, span: Span, buffer: memoryview) -> BlockDigest:
         """Fill ``buffer`` with the span; the digest of the whole block, as remembered or as just read.
 
@@ -173,6 +177,10 @@ class DirectorySource:
         thread that fills the buffer.
         """
         assert len(buffer) == span.length_bytes
+        if self._asked_block_bytes != self._block_bytes:
+            raise StaleVersion(
+                f"{self._path}: its blocks have {self._block_bytes} bytes, those asked for {self._asked_block_bytes}"
+            )
         try:
             digest = await self._read_span(version, span, buffer)
         except TierfsError:

@@ -50,6 +50,9 @@ class Source(Protocol):
     async def wait_changed(self, revision: int) -> Publication:
         """Wait until the publication has another revision than this one, and return it. Cancellation leaves nothing."""
 
+    def count_in(self, block_bytes: int) -> None:
+        """Spans are counted in blocks of this size from now on. Where the source's differ, reads raise StaleVersion."""
+
     async def read_into(self, version: VersionId, span: Span, buffer: memoryview) -> BlockDigest:
         """Fill ``buffer`` (exactly ``span.length_bytes`` long) with that span, and return the digest the source claims.
 

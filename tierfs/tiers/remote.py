@@ -80,6 +80,7 @@ class RemoteSource:
         self._catalog_limit_bytes = catalog_limit_bytes
         self._jitter = jitter or random.Random()
         self._nonce = nonce
+        self._block_bytes = 0
         self._links: list[Link] = []
         self._slots = trio.CapacityLimiter(max_in_flight_blocks)
         self._statistics = SourceStatistics(url=url, since_s=time.time(), transport="tcp")
@@ -125,10 +126,17 @@ class RemoteSource:
             await self._changed.wait()
         return self._publication
 
+    def count_in(self, block_bytes: int) -> None:
+        """See Source; the server compares."""
+        self._block_bytes = block_bytes
+
     async def read_into(self, version: VersionId, span: Span, buffer: memoryview) -> BlockDigest:
         """Fill ``buffer`` with that span; the digest the server claims for the block. See the interface."""
         assert len(buffer) == span.length_bytes, "the buffer has the length of the span"
-        message = m.ReadBlock(version, span.block, span.start_bytes, span.length_bytes)
+        block_bytes = self._block_bytes
+        if not block_bytes and self._publication is not None:
+            block_bytes = self._publication.catalog.block_bytes
+        message = m.ReadBlock(version, span.block, span.start_bytes, span.length_bytes, block_bytes)
         try:
             # As who holds the slot, the call and not the task: a task may have several calls under way in time.
             async with _Slot(self._slots):

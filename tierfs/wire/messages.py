@@ -97,12 +97,15 @@ class Refused(_Message, frozen=True):
 
 
 class ReadBlock(_Message, frozen=True):
-    """Client: these bytes of that block; the whole block unless the caller wants less."""
+    """Client: these bytes of that block; the whole block unless the caller wants less. ``block_bytes`` is the size the
+    client counts blocks in: a server that counts in another one must not answer with other bytes.
+    """
 
     version: _Id
     block: _Count
     start_bytes: _Count
     length_bytes: _Count
+    block_bytes: _Count
 
 
 class BlockData(_Message, frozen=True):
