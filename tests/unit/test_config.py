@@ -116,7 +116,11 @@ def test_a_tier_without_a_capacity_gets_one_from_its_disk(write: Write, tmp_path
         (SOURCE + '[warm]\npath = "a"\nhigh_watermark = 95\n', "warm.high_watermark", "is 95; expected a share"),
         (SOURCE + '[hot]\npath = "a"\nadmit = "all"\n', "hot.admit", 'expected one of "first", "second", "pinned"'),
         (SOURCE + "[hot]\n", "hot.path", "is missing; expected a path"),
-        (SOURCE + '[memory]\nlimit = "32MiB"\n', "memory.limit", "at least 64MiB, which is 16 blocks of 4MiB"),
+        (
+            '[source]\nurl = "dir:/srv/models"\n[memory]\nlimit = "32MiB"\n',
+            "memory.limit",
+            "at least 64MiB, which is 16 blocks of 4MiB",
+        ),
         (SOURCE + '[readahead]\nwindow_max = "1MiB"\n', "readahead.window_min", "at most readahead.window_max"),
         (SOURCE + '[mount]\nrequest_timeout = "1s"\n', "mount.request_timeout", "at least source.timeout"),
         (SOURCE + "[mount]\nallow_other = 1\n", "mount.allow_other", "is 1; expected true or false"),

@@ -48,7 +48,7 @@ def test_a_message_survives_the_wire(message: m.Message) -> None:
     [
         (m.Type.READ_BLOCK, [ID, 3, 0, 4096]),  # one missing
         (m.Type.READ_BLOCK, [ID, 3, 0, 1, 1, 4096]),  # one too many
-        (m.Type.READ_BLOCK, [ID[:15], 3, 0, 1]),
+        (m.Type.READ_BLOCK, [ID[:15], 3, 0, 1, 4096]),
         (m.Type.READ_BLOCK, [ID, -1, 0, 1, 4096]),
         (m.Type.READ_BLOCK, [ID, 1 << 62, 0, 1, 4096]),
         (m.Type.READ_BLOCK, [ID, "3", 0, 1, 4096]),
