@@ -276,3 +276,46 @@ def test_every_buffer_is_back_after_failures_and_cancellation() -> None:
         assert pool.used_slots == 0
 
     run(test)
+
+
+def test_two_versions_that_turn_out_to_be_one_content_while_loading_are_never_mixed_up() -> None:
+    async def test() -> None:
+        path, other = b"m/small.bin", b"m/other.bin"
+        small, noise = bytes(1000), b"\x01" * 1000
+        file = FileFacts(version_of(path, small), 1000, path, b"m", 0)
+        foreign = FileFacts(version_of(other, noise), 1000, other, b"m", 0)
+        for _ in range(30):
+            source = MemorySource({path: small, other: noise}, block_bytes=BLOCK)
+            source.gate = trio.Event()
+            async with running(source, slots=4) as cache, trio.open_nursery() as nursery:
+
+                async def read(cache: BlockCache = cache) -> None:
+                    assert bytes(await cache.read(file, Span(0, 0, 1000), sequential=True)) == small
+
+                nursery.start_soon(read)
+                await trio.testing.wait_all_tasks_blocked()
+                cache.learn({file.version: ContentId(b"c" * 16)})
+                nursery.start_soon(read)
+                await trio.testing.wait_all_tasks_blocked()
+                source.gate.set()
+                await trio.testing.wait_all_tasks_blocked()
+                assert len(source.requests) == 1
+                for _ in range(3):  # whoever takes the next buffers must not show through
+                    await cache.read(foreign, Span(0, 0, 1000), sequential=True)
+                    cache.memory.drop((cache.key(foreign.version), 0))
+                assert bytes(await cache.read(file, Span(0, 0, 1000), sequential=True)) == small
+
+    run(test)
+
+
+def test_a_block_that_was_dropped_while_its_reader_was_on_the_way_stays_dropped() -> None:
+    async def test() -> None:
+        async with running(MemorySource({PATH: DATA}, block_bytes=BLOCK)) as cache:
+            block = await cache.load(FILE, 0)
+            key = (cache.key(FILE.version), 0)
+            cache.memory.drop(key)
+            cache.memory.served(key, block, BLOCK)
+            assert key not in cache.memory
+            assert cache.pool.used_slots == 0
+
+    run(test)

@@ -42,3 +42,11 @@ def test_it_stays_between_floor_and_ceiling(events: list[bool], floor: int, more
     for waited in events:
         pace.waited() if waited else pace.read()
         assert floor <= pace.blocks <= floor + more
+
+
+def test_blocks_of_shards_opened_for_their_headers_do_not_hold_it_down() -> None:
+    pace = Pace(floor_blocks=4, ceiling_blocks=64)
+    pace.waited()
+    for _ in range(3):
+        pace.waited(idle=True)
+    assert pace.blocks == 64

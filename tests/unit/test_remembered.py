@@ -36,3 +36,21 @@ def test_a_torn_record_is_ignored(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-3])
     found = Remembered(tmp_path).load()
     assert found is not None and len(found.contents) == 1
+
+
+def test_what_follows_a_torn_record_is_kept(tmp_path: Path) -> None:
+    Remembered(tmp_path).replace(Publication(CATALOG, {A: CONTENT}, 1))
+    with (tmp_path / "contents").open("ab") as file:
+        file.write(b"torn")
+    Remembered(tmp_path).add({B: ContentId(b"d" * 16)})
+    found = Remembered(tmp_path).load()
+    assert found is not None and found.contents == {A: CONTENT, B: b"d" * 16}
+
+
+def test_a_full_disk_is_no_reason_to_fail(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    remembered = Remembered(gone)
+    gone.rmdir()
+    remembered.replace(Publication(CATALOG, {A: CONTENT}, 1))
+    remembered.add({B: CONTENT})

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tierfs.blocks.errors import ConfigError
+
 _BURST = 10
 _WINDOW_S = 10.0
 _FILE_BYTES = 16 << 20
@@ -58,11 +60,17 @@ class JsonFormatter(logging.Formatter):
 
 
 def start(*, level: str, file: str | None, style: str) -> None:
-    """Send all logs to a file that is rotated by size, or to stderr. Called once, before any thread starts."""
+    """Send all logs to a file that is rotated by size, or to stderr. Called once, before any thread starts.
+
+    Raises ConfigError.
+    """
     handler: logging.Handler
     if file:
-        Path(file).parent.mkdir(parents=True, exist_ok=True)
-        handler = logging.handlers.RotatingFileHandler(file, maxBytes=_FILE_BYTES, backupCount=_FILES)
+        try:
+            Path(file).parent.mkdir(parents=True, exist_ok=True)
+            handler = logging.handlers.RotatingFileHandler(file, maxBytes=_FILE_BYTES, backupCount=_FILES)
+        except OSError as error:
+            raise ConfigError(f"cannot log to {file}: {error.strerror}; see log.file and state_dir") from error
     else:
         handler = logging.StreamHandler()
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s")

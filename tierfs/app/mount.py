@@ -24,6 +24,7 @@ from pathlib import Path
 
 import trio
 
+from tierfs.app.limits import raise_descriptor_limit
 from tierfs.app.secrets import client_tls
 from tierfs.blocks.errors import ConfigError, MountFailed, SourceUnavailable, TierfsError, first
 from tierfs.blocks.ids import VersionId
@@ -58,18 +59,24 @@ _STOP_LIMIT_S = 8.0  # after this the watchdog ends the process; the promise is 
 _CONTENT_BATCH_S = 1.0  # content ids arrive one by one while the server digests
 
 
-def unmount_dead(mountpoint: str) -> bool:
-    """Clear what a killed daemon left at a mountpoint; whether there was something. Raises MountFailed if it lives."""
-    cleared = False
+def unmount_dead(mountpoint: str) -> None:
+    """Clear what a killed daemon left at a mountpoint. Raises MountFailed if one that lives has it.
+
+    A daemon that is just starting or ending there is waited for, up to the time an ending one gives itself.
+    """
+    deadline_s = time.monotonic() + _STOP_LIMIT_S + 2
+    while any(record.alive for record in registry.records() if record.mountpoint == mountpoint):
+        mounted = mount_at(mountpoint) is not None
+        if mounted or time.monotonic() > deadline_s:
+            pid = next((one.pid for one in registry.records() if one.mountpoint == mountpoint and one.alive), 0)
+            if pid:
+                what = "already mounted by" if mounted else "being mounted or unmounted by"
+                raise MountFailed(f"{mountpoint} is {what} the daemon with pid {pid}")
+        time.sleep(0.02)
     while (entry := mount_at(mountpoint)) is not None and entry.file_system == "fuse.tierfs":
-        for record in registry.records():
-            if record.mountpoint == mountpoint and record.alive:
-                raise MountFailed(f"{mountpoint} is already mounted by the daemon with pid {record.pid}")
         detach(mountpoint)
-        cleared = True
         log.info("dead_mount_cleared mountpoint=%s", mountpoint)
     registry.remove(mountpoint)
-    return cleared
 
 
 def detach(mountpoint: str) -> None:
@@ -128,6 +135,7 @@ def mount(
     ``ready`` is called once readers may come, with what a person should know all the same, or nothing. Raises a
     TierfsError when the mount cannot be made.
     """
+    raise_descriptor_limit()
     unmount_dead(mountpoint)
     check_places(config, mountpoint)
     try:
@@ -151,7 +159,10 @@ class _Mount:
         self._note = ""
         name = hashlib.sha256(os.fsencode(f"{config.source.url} {mountpoint}")).hexdigest()[:16]
         self._state = Path(config.state_dir) / "mounts" / name
-        self._state.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            self._state.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"state_dir: cannot make {self._state}: {error.strerror}") from error
         self._remembered = Remembered(self._state)
 
     async def run(self) -> None:
@@ -214,6 +225,7 @@ class _Mount:
         )
         operations = Operations(filesystem, presentation)
         async with AsyncExitStack() as stack:
+            self._register()
             session = stack.enter_context(Session(operations, self._mountpoint, allow_other=options.allow_other))
             nursery = await stack.enter_async_context(trio.open_nursery())
             daemon = commands.Daemon(
@@ -244,6 +256,11 @@ class _Mount:
         )
         for note in daemon.kernel.notes:
             log.warning("kernel_limit %s", note)
+        log.info("mounted mountpoint=%s source=%s", self._mountpoint, self._config.source.url)
+        self._ready(self._note)
+
+    def _register(self) -> None:
+        """Before the mount is there: another command must not take it for one whose daemon is dead."""
         pid = os.getpid()
         registry.write(
             registry.Record(
@@ -255,8 +272,6 @@ class _Mount:
                 log_file=self._log_file,
             )
         )
-        log.info("mounted mountpoint=%s source=%s", self._mountpoint, self._config.source.url)
-        self._ready(self._note)
 
     async def _signals(self, scope: trio.CancelScope) -> None:
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as received:

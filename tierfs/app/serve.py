@@ -8,6 +8,7 @@ from pathlib import Path
 
 import trio
 
+from tierfs.app.limits import raise_descriptor_limit
 from tierfs.app.secrets import server_tls
 from tierfs.blocks.errors import TierfsError, first
 from tierfs.config.addresses import Address
@@ -27,6 +28,7 @@ def serve(config: ServeConfig, *, ready_file: Path | None) -> None:
 
     Raises ConfigError (an export without a token on an address others can reach, an address in use).
     """
+    raise_descriptor_limit()
     try:
         trio.run(_serve, config, ready_file)
     except* TierfsError as group:
@@ -56,6 +58,7 @@ async def _serve(config: ServeConfig, ready_file: Path | None) -> None:
         tls=server_tls(config.server.tls_cert_file, config.server.tls_key_file),
         limits=ServerLimits(
             connections=config.server.max_connections,
+            connections_per_address=max(8, config.server.max_connections // 4),
             in_flight_bytes=config.server.memory_limit,
         ),
     )

@@ -157,7 +157,16 @@ class BlockCache:
                 for tier in self.tiers:
                     tier.alias(ObjectKey(version), ObjectKey(content))
                 self.memory.rename(ObjectKey(version), ObjectKey(content))
+                self._rename_loads(ObjectKey(version), ObjectKey(content))
                 self._contents[version] = content
+
+    def _rename_loads(self, old: ObjectKey, new: ObjectKey) -> None:
+        """Who comes from now on joins the load under its new key. Where both are under way, both end by themselves."""
+        for key in [key for key in self._loads if key[0] == old]:
+            if (new, key[1]) not in self._loads:
+                load = self._loads.pop(key)
+                load.key = (new, key[1])
+                self._loads[load.key] = load
 
     def retain(self, versions: Set[VersionId]) -> None:
         """Forget the content ids of all other versions: neither in the newest catalog nor open."""
@@ -220,6 +229,10 @@ class BlockCache:
             data = await self._read_span(tier, key, span)
             if data is not None:
                 return data
+            key = self.key(file.version)  # look again: it may have become known, and loaded, meanwhile
+            found = self.memory.get((key, span.block))
+            if found is not None:
+                return self._serve((key, span.block), found, span)
         if sequential:
             self.on_wait()
         block = await self._wait(file, key, span.block)
@@ -244,6 +257,8 @@ class BlockCache:
         async def read() -> None:
             try:
                 found.append(await tier.read_span(key, span))
+            except Exception:  # a bug in one read must not take the mount with it
+                log.exception("read_ended_by_bug tier=%s block=%d", tier.name, span.block)
             finally:
                 done.set()
 
@@ -294,6 +309,7 @@ class BlockCache:
         self.memory.served(key, block, span.length_bytes)
         if was_unread:
             self.on_prefetched_read()
+        assert span.start_bytes + span.length_bytes <= block.length_bytes, "a span beyond the end of its block"
         return block.buffer.view[span.start_bytes : span.start_bytes + span.length_bytes]
 
     async def _wait(self, file: FileFacts, key: ObjectKey, block: int) -> MemoryBlock:
@@ -325,7 +341,7 @@ class BlockCache:
     def _start(self, file: FileFacts, key: ObjectKey, block: int, *, demand: bool) -> Load:
         if self._nursery is None:
             raise SourceUnavailable("the daemon is stopping")
-        load = Load(demand=demand)
+        load = Load((key, block), demand=demand)
         load.ticket = self._slots_for(key, block).queue(demand=demand)
         self._loads[(key, block)] = load
         self._nursery.start_soon(self._run_load, file, key, block, load)
@@ -368,7 +384,7 @@ class BlockCache:
             log.exception("load_ended_by_bug path=%r block=%d", file.path, block)
             load.error = TierFailed(f"block {block} of {file.name} could not be loaded: {error!r}")
         finally:
-            del self._loads[(key, block)]
+            del self._loads[load.key]
             if load.block is not None:
                 # Each waiter gets a hold of its own: between here and the moment it runs, other tasks may look for
                 # buffers to reclaim.
@@ -450,8 +466,10 @@ class BlockCache:
         kept = MemoryBlock(buffer, length, digest, prefetched=not load.demand)  # type: ignore[arg-type]
         # The content id may have been learnt since the load began.
         key = self.key(file.version)
-        if (key, block) in self.memory:
-            self.memory.drop((key, block))
+        there = self.memory.get((key, block))
+        if there is not None:  # two versions turned out to be one content while both were loading
+            buffer.release()
+            return there
         self.memory.add((key, block), kept)
         for tier in self.tiers:
             if tier.name != "hot" or self._hot_admission.admits(key):

@@ -10,14 +10,15 @@ from dataclasses import dataclass, field
 import trio
 
 from tierfs.blocks.errors import TierfsError
-from tierfs.cache.memory import MemoryBlock
+from tierfs.cache.memory import BlockKey, MemoryBlock
 from tierfs.policy.budget import prefetch_fetches
 
 
 @dataclass(eq=False, slots=True)
 class Load:
-    """One block on its way into memory."""
+    """One block on its way into memory. ``key`` is what it is known by now: a content id may become known meanwhile."""
 
+    key: BlockKey
     demand: bool
     done: trio.Event = field(default_factory=trio.Event)
     waiters: int = 0

@@ -63,6 +63,8 @@ class BlockMemory:
 
     def served(self, key: BlockKey, block: MemoryBlock, length_bytes: int) -> None:
         """That many bytes of the block are being replied."""
+        if self.get(key) is not block:
+            return  # dropped, or replaced, while its reader was on the way
         if block.prefetched:
             block.prefetched = False
             self.prefetched_unread -= 1

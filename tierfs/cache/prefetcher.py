@@ -86,7 +86,7 @@ class Prefetcher:
                 self._queues[file] = queue
 
     def _waited(self) -> None:
-        self.pace.waited()
+        self.pace.waited(idle=self._cache.prefetching == 0 and bool(self._queues))
         self._signal()
 
     def _read(self) -> None:

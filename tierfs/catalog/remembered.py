@@ -20,7 +20,10 @@ _RECORD_BYTES = 2 * ID_BYTES
 
 
 class Remembered:
-    """One publication in a directory. Blocking; called from one thread at a time."""
+    """One publication in a directory. Blocking; called from one thread at a time.
+
+    What cannot be written is logged and left: it is wanted only for a start without the source.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._catalog = directory / "catalog"
@@ -50,17 +53,24 @@ class Remembered:
         """Keep another generation instead."""
         versions = {VersionId(entry.version) for entry in publication.catalog.entries if entry.kind is Kind.FILE}
         pairs = {version: content for version, content in publication.contents.items() if version in versions}
-        # Contents first: they are keyed by version, so extra ones beside an older catalog do no harm.
-        self._write(self._contents, b"".join(version + content for version, content in pairs.items()))
-        self._write(self._catalog, encode(publication.catalog))
+        try:
+            # Contents first: they are keyed by version, so extra ones beside an older catalog do no harm.
+            self._write(self._contents, b"".join(version + content for version, content in pairs.items()))
+            self._write(self._catalog, encode(publication.catalog))
+        except OSError as error:
+            log.warning("catalog_not_remembered path=%s error=%s", self._catalog, error)
         self._known = set(pairs)
 
     def add(self, contents: Mapping[VersionId, ContentId]) -> None:
         """Keep those content ids that are new, too."""
         new = {version: content for version, content in contents.items() if version not in self._known}
         if new:
-            with self._contents.open("ab") as file:
-                file.write(b"".join(version + content for version, content in new.items()))
+            try:
+                with self._contents.open("ab") as file:
+                    file.truncate(file.tell() // _RECORD_BYTES * _RECORD_BYTES)  # after a torn record all would be
+                    file.write(b"".join(version + content for version, content in new.items()))
+            except OSError as error:
+                log.warning("contents_not_remembered path=%s error=%s", self._contents, error)
             self._known.update(new)
 
     @staticmethod

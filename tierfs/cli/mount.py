@@ -49,12 +49,12 @@ def mount(
             return
         daemon = ready_fd >= 0
         waiting = _Waiting(ready_fd)
-        logs.start(
-            level=settings.log.level,
-            file=log_file if daemon or settings.log.file else None,
-            style=settings.log.format,
-        )
         try:
+            logs.start(
+                level=settings.log.level,
+                file=log_file if daemon or settings.log.file else None,
+                style=settings.log.format,
+            )
             app_mount.mount(
                 settings,
                 place,

@@ -16,7 +16,7 @@ from typing import Any
 
 import trio
 
-from tierfs.blocks.errors import ControlError, TierfsError
+from tierfs.blocks.errors import ControlError, TierfsError, first
 from tierfs.control.registry import Record
 
 log = logging.getLogger(__name__)
@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 _REQUEST_BYTES_MAX = 1 << 20
 _CLIENTS_MAX = 64
 _IDLE_S = 30.0
+_ACCEPT_AGAIN_S = 0.1
 
 Reply = dict[str, Any]
 Send = Callable[[Reply], Awaitable[None]]
@@ -43,7 +44,12 @@ async def serve(
         async with trio.open_nursery() as nursery:
             task_status.started()
             while True:
-                connection, _ = await listening.accept()
+                try:
+                    connection, _ = await listening.accept()
+                except OSError as error:  # no descriptor left, or the client went away
+                    log.warning("control_accept_failed error=%s", error)
+                    await trio.sleep(_ACCEPT_AGAIN_S)
+                    continue
                 nursery.start_soon(_answer, trio.SocketStream(connection), handlers, limiter)
 
 
@@ -65,14 +71,24 @@ async def _answer(stream: trio.SocketStream, handlers: Mapping[str, Handler], li
             await handler(request, send)
             await send({"done": True})
         except TierfsError as error:
-            with contextlib.suppress(trio.BrokenResourceError, trio.TooSlowError):
-                await send({"error": str(error)})
+            await _say(send, error)
         except (trio.BrokenResourceError, trio.TooSlowError):
             pass  # the client went away
+        except ExceptionGroup as group:  # the same out of a handler's nursery
+            expected = group.subgroup(TierfsError)
+            if expected is not None:
+                await _say(send, first(expected))
+            elif group.subgroup((trio.BrokenResourceError, trio.TooSlowError)) is None:
+                log.error("control_failed_by_bug error=%r", group, exc_info=group)
         except Exception as error:
             log.error("control_failed_by_bug error=%r", error, exc_info=error)
         finally:
             limiter.release_on_behalf_of(stream)
+
+
+async def _say(send: Send, error: TierfsError) -> None:
+    with contextlib.suppress(trio.BrokenResourceError, trio.TooSlowError):
+        await send({"error": str(error)})
 
 
 async def _request(stream: trio.SocketStream) -> Mapping[str, Any]:

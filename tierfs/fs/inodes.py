@@ -54,10 +54,16 @@ class Inodes:
         self._reserved.add(number)
         taken[number] = identity
         if self._store is not None:
-            temporary = self._store.with_suffix(".new")
-            with temporary.open("w") as file:
-                json.dump(self._exceptions, file)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(self._store)
+            try:
+                self._save(self._store)
+            except OSError as error:
+                log.warning("inode_exceptions_not_kept path=%s error=%s", self._store, error)
         return number
+
+    def _save(self, store: Path) -> None:
+        temporary = store.with_suffix(".new")
+        with temporary.open("w") as file:
+            json.dump(self._exceptions, file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(store)

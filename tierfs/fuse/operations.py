@@ -99,7 +99,8 @@ class Operations(pyfuse3.Operations):
                     return
 
     async def releasedir(self, fh: int) -> None:
-        self._fs.close_directory(fh)
+        with self._answering():
+            self._fs.close_directory(fh)
 
     async def forget(self, inode_list: object) -> None:
         """Nothing to do: no lookup counts are kept."""
@@ -147,7 +148,8 @@ class Operations(pyfuse3.Operations):
         """Nothing is ever dirty."""
 
     async def release(self, fh: int) -> None:
-        self._fs.close(fh)
+        with self._answering():
+            self._fs.close(fh)
 
     # -- attributes of the mount and of files ------------------------------------------------------------------------
 
@@ -156,15 +158,16 @@ class Operations(pyfuse3.Operations):
         return not mode & os.W_OK
 
     async def statfs(self, ctx: object) -> pyfuse3.StatvfsData:
-        tree = self._fs.tree
-        data = pyfuse3.StatvfsData()
-        data.f_bsize = data.f_frsize = _BLOCK_BYTES
-        data.f_blocks = max(1, -(-tree.total_bytes // _BLOCK_BYTES))
-        data.f_bfree = data.f_bavail = 0
-        data.f_files = len(tree.catalog.entries)
-        data.f_ffree = data.f_favail = 0
-        data.f_namemax = 255
-        return data
+        with self._answering():
+            tree = self._fs.tree
+            data = pyfuse3.StatvfsData()
+            data.f_bsize = data.f_frsize = _BLOCK_BYTES
+            data.f_blocks = max(1, -(-tree.total_bytes // _BLOCK_BYTES))
+            data.f_bfree = data.f_bavail = 0
+            data.f_files = len(tree.catalog.entries)
+            data.f_ffree = data.f_favail = 0
+            data.f_namemax = 255
+            return data
 
     async def getxattr(self, inode: int, name: bytes, ctx: object) -> bytes:
         if not name.startswith(b"user."):
@@ -178,7 +181,7 @@ class Operations(pyfuse3.Operations):
                 if name == _XATTR_CONTENT and bytes(key) != facts.version:
                     return key.hex().encode()
                 if name == _XATTR_RESIDENT:
-                    parts = [f"{tier.statistics().name}={tier.resident_bytes(key)}" for tier in self._fs.cache.tiers]
+                    parts = [f"{tier.name}={tier.resident_bytes(key)}" for tier in self._fs.cache.tiers]
                     return " ".join([*parts, f"size={facts.size_bytes}"]).encode()
         raise FUSEError(errno.ENODATA)
 

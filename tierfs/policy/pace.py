@@ -26,9 +26,12 @@ class Pace:
         self._read = floor_blocks  # blocks read since the run-ahead changed; the first wait counts at once
         self.blocks = floor_blocks
 
-    def waited(self) -> None:
-        """A reader had to wait for a block that prefetch should have had ready."""
-        if self._read >= self.blocks:
+    def waited(self, *, idle: bool = False) -> None:
+        """A reader had to wait for a block that prefetch should have had ready.
+
+        ``idle``: none is on its way, as blocks nobody reads yet (of shards opened for their headers) take up all.
+        """
+        if idle or self._read >= self.blocks:
             self.blocks = min(self._ceiling, self.blocks * _GROWTH)
             self._read = 0
 

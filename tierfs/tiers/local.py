@@ -405,6 +405,9 @@ class DirectoryTier:
                 outdated += 1
                 continue
             loser = self._index.add(entry)
+            for alias in (entry.name, *entry.aliases):  # a pin under the version id is one of the content
+                if alias != entry.key:
+                    self._placement.alias(alias, entry.key)
             if loser is not None:
                 self._removals.remove(loser)
             if entry.key != stored.key:

@@ -29,6 +29,7 @@ _log = logging.getLogger(__name__)
 _OURS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN))
 _REPLY_BYTES = 1 << 20
 _REPLY_BUFFERS = 16
+_SOON_BYTES = 128 << 10  # a larger one would be copied several times on the trio thread
 _LOOKS = 12  # passes of the loop, of some 15 microseconds each where nothing else is to do
 
 
@@ -79,7 +80,9 @@ class Reader:
         """LocalTier.read_soon. A read with RWF_NOWAIT that finds nothing has started the disk's read all the same; an
         NVMe disk has it after some 60 microseconds, less than a hop to a thread and back takes.
         """
-        opened = None if self._mapped or not self._usable(entry, span) else self._descriptors.borrow(entry)
+        if self._mapped or span.length_bytes > _SOON_BYTES or not self._usable(entry, span):
+            return None
+        opened = self._descriptors.borrow(entry)
         if opened is None:
             return None
         try:
@@ -87,7 +90,7 @@ class Reader:
             for _ in range(_LOOKS):
                 await trio.lowlevel.checkpoint()
                 view = self._cached(entry, opened, offset_bytes, span.length_bytes)
-                if view is not None:
+                if view is not None:  # read, and then checked, with no checkpoint between
                     return view if self._untouched(entry, opened) and self._usable(entry, span) else None
                 if not entry.device.nowait:
                     return None
@@ -108,10 +111,12 @@ class Reader:
             if not self._untouched(entry, opened) or not self._usable(entry, span):
                 return None
             offset_bytes = span.block * entry.block_bytes + span.start_bytes
+            serial = entry.stamp_serial
             data = await trio.to_thread.run_sync(
                 os.pread, opened.fd, span.length_bytes, offset_bytes, limiter=entry.device.readers
             )
-            if not entry.removing and not self._untouched(entry, opened):
+            # Another reader may have noticed a foreign write meanwhile, and taken the new stamp.
+            if not self._untouched(entry, opened) or serial != entry.stamp_serial or not self._usable(entry, span):
                 return None
         except OSError as error:
             await self._read_failed(entry, span.block, error)

@@ -257,7 +257,11 @@ async def connect(
             raise SourceUnavailable(f"{address}: the name cannot be resolved: {error}") from error
         for index, (family, kind, protocol, _, where) in enumerate(found):
             share_s = (scope.deadline - trio.current_time()) / (len(found) - index)
-            sock = socket.socket(family, kind, protocol)
+            try:
+                sock = socket.socket(family, kind, protocol)
+            except OSError as error:  # no descriptor left, or an address family that is switched off
+                failure = error
+                continue
             try:
                 with trio.move_on_after(share_s) as share:
                     sock.setblocking(False)

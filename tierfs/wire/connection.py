@@ -91,8 +91,9 @@ class PendingRequests(Generic[Waiter]):
         return pending
 
     def finish(self, pending: Pending[Waiter]) -> Waiter | None:
-        """The reply is complete; whom to tell, None if abandoned."""
-        del self._pending[pending.request_id]
+        """The reply is complete; whom to tell, None if abandoned, or if the connection was given up meanwhile."""
+        if self._pending.pop(pending.request_id, None) is None:
+            return None
         self.abandoned -= pending.waiter is None
         waiter = pending.waiter
         pending.buffer = pending.waiter = None
