@@ -319,3 +319,22 @@ def test_a_block_that_was_dropped_while_its_reader_was_on_the_way_stays_dropped(
             assert cache.pool.used_slots == 0
 
     run(test)
+
+
+def test_prefetch_keeps_to_its_rate_and_demand_does_not_wait_for_it() -> None:
+    async def test() -> None:
+        source = MemorySource({PATH: DATA}, block_bytes=BLOCK)
+        async with running(source, slots=32) as cache, trio.open_nursery() as nursery:
+            prefetcher = Prefetcher(cache, bytes_per_s=2 * BLOCK)
+            await nursery.start(lambda task_status: prefetcher.run(task_status=task_status))
+            prefetcher.plan(FILE, range(10))
+            while len(source.requests) < 2:
+                await trio.lowlevel.checkpoint()
+            await cache.read(FILE, Span(9, 0, 1), sequential=True)
+            asked = [block for _, block in source.requests]
+            assert 9 in asked and len(asked) <= 4  # two, one that was begun, and the reader's
+            while len(source.requests) < 5:  # half a second later
+                await trio.lowlevel.checkpoint()
+            nursery.cancel_scope.cancel()
+
+    run(test)

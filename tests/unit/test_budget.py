@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from tierfs.policy.budget import (
     BudgetConfig,
+    RateBudget,
     Usage,
     prefetch_blocks,
     prefetch_fetches,
@@ -67,3 +68,26 @@ def test_what_must_hold(pool: int, demand: int, unread: int, share: int, reserve
         assert pool - demand - unread - may_take >= pool * reserve / 100
     more_demand = usage(pool, demand + 1, unread)
     assert prefetch_blocks(config, more_demand) <= may_take
+
+
+def test_prefetch_keeps_to_its_rate_and_may_spend_a_second_at_once() -> None:
+    budget = RateBudget(100)
+    started_s: list[float] = []
+    now_s = 1000.0
+    while len(started_s) < 21:
+        wait_s = budget.wait_s(now_s)
+        now_s += wait_s
+        if not wait_s:
+            started_s.append(now_s)
+            budget.take(40)
+    assert started_s[2] == 1000.0  # a second's worth, and one that was begun
+    assert 6.5 <= started_s[-1] - started_s[0] <= 7.5  # 20 more of 40 bytes at 100 a second, less the first second
+
+
+def test_idle_time_is_not_saved_up() -> None:
+    budget = RateBudget(100)
+    budget.wait_s(0.0)
+    budget.take(100)
+    assert budget.wait_s(1000.0) == 0
+    budget.take(101)
+    assert budget.wait_s(1000.0) > 0

@@ -7,6 +7,7 @@ was held back is counted in the next line of that event.
 import json
 import logging
 import logging.handlers
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -53,10 +54,24 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
+            **_fields(record),
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line)
+
+
+def _fields(record: logging.LogRecord) -> dict[str, object]:
+    """The event and its keys, from the template: ``event key=%s ...`` with its arguments in order."""
+    template = str(record.msg)
+    names = re.findall(r"(?:(\w+)=)?%(?!%)[-#0 +.\d]*[a-zA-Z]", template)
+    arguments = record.args if isinstance(record.args, tuple) else ()
+    fields: dict[str, object] = {}
+    for name, value in zip(names, arguments, strict=False):
+        if name and name not in ("time", "level", "logger", "message"):
+            plain = value if isinstance(value, int | float | str | None) else str(value)
+            fields[name] = value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else plain
+    return {"event": template.split(" ", 1)[0], **fields}
 
 
 def start(*, level: str, file: str | None, style: str) -> None:

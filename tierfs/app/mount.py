@@ -198,7 +198,7 @@ class _Mount:
             )
             cache.learn(publication.contents)
             await outer.start(_running, cache)
-            prefetcher = Prefetcher(cache)
+            prefetcher = Prefetcher(cache, bytes_per_s=config.readahead.rate_max)
             await outer.start(_running, prefetcher)
             filesystem = Filesystem(
                 tree,

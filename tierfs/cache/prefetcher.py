@@ -7,13 +7,14 @@ the plan's tail, and says from where on, so that readahead plans it again.
     file views ─ plan() ─►  per-file queues  ─ budget ─►  BlockCache.prefetch ─►  loads (after all demand)
 """
 
+import math
 from collections import OrderedDict, deque
 
 import trio
 
 from tierfs.blocks.errors import SourceUnavailable
 from tierfs.cache.block_cache import BlockCache, FileFacts
-from tierfs.policy.budget import BudgetConfig, Usage, prefetch_blocks
+from tierfs.policy.budget import BudgetConfig, RateBudget, Usage, prefetch_blocks
 from tierfs.policy.pace import Pace
 
 _QUEUED_BLOCKS_PER_FILE = 256
@@ -25,11 +26,12 @@ _BUDGET = BudgetConfig(share_percent=50)  # of the pool; fetches and blocks bein
 class Prefetcher:
     """One for the daemon."""
 
-    def __init__(self, cache: BlockCache) -> None:
+    def __init__(self, cache: BlockCache, *, bytes_per_s: int | None = None) -> None:
         self._cache = cache
         self._queues: OrderedDict[FileFacts, deque[int]] = OrderedDict()
         self._wake = trio.Event()
         self.dropped_blocks = 0
+        self._rate = RateBudget(bytes_per_s) if bytes_per_s else None
         most = max(1, prefetch_blocks(_BUDGET, Usage(pool_blocks=cache.pool.slots, demand_blocks=0, unread_blocks=0)))
         self.pace = Pace(floor_blocks=min(_RUN_AHEAD_BLOCKS, most), ceiling_blocks=most)
         cache.on_room = self._signal
@@ -63,13 +65,16 @@ class Prefetcher:
         task_status.started()
         while True:
             self._wake = trio.Event()
+            wait_s = math.inf
             try:
-                self._start_what_fits()
+                wait_s = self._start_what_fits()
             except SourceUnavailable:  # the cache is stopping
                 self._queues.clear()
-            await self._wake.wait()
+            with trio.move_on_after(wait_s):
+                await self._wake.wait()
 
-    def _start_what_fits(self) -> None:
+    def _start_what_fits(self) -> float:
+        """Start loads; in how many seconds the rate allows more, if that is what is in the way."""
         cache = self._cache
         prefetching = cache.prefetching
         usage = Usage(
@@ -79,11 +84,17 @@ class Prefetcher:
         )
         room = min(prefetch_blocks(_BUDGET, usage), self.pace.blocks - usage.unread_blocks)
         while room > 0 and self._queues:
+            wait_s = self._rate.wait_s(trio.current_time()) if self._rate else 0.0
+            if wait_s:
+                return wait_s
             file, queue = self._queues.popitem(last=False)
-            if queue:
-                room -= cache.prefetch(file, queue.popleft())
+            if queue and cache.prefetch(file, queue.popleft()):
+                room -= 1
+                if self._rate:
+                    self._rate.take(cache.block_bytes)
             if queue:
                 self._queues[file] = queue
+        return math.inf
 
     def _waited(self) -> None:
         self.pace.waited(idle=self._cache.prefetching == 0 and bool(self._queues))

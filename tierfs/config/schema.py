@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct, field
 
-from tierfs.blocks.units import Duration, Share, Size
+from tierfs.blocks.units import Duration, Rate, Share, Size
 from tierfs.config.addresses import DEFAULT_PORT
 
 COMPUTED_SIZE = Size(0)  # replaced by load.py
@@ -120,6 +120,9 @@ class ReadaheadConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     window_max: Annotated[Size, Meta(description="largest window of one stream")] = Size(256 * MIB)
     window_min: Annotated[Size, Meta(description="smallest window of one stream; never under one block")] = BLOCK_BYTES
+    rate_max: Annotated[
+        Rate | None, Meta(description="most bytes a second that prefetch may fetch, demand not counted; else no limit")
+    ] = None
     streams_max: Annotated[int, Meta(ge=1, le=4096, description="sequential streams followed at once")] = 64
 
 

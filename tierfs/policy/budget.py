@@ -10,6 +10,7 @@ What must hold: prefetch never takes the last ``reserve`` blocks that demand lef
 pool. The pool may be all demand's; prefetch then gets nothing. Streams take turns in the prefetcher.
 """
 
+import math
 from dataclasses import dataclass
 
 
@@ -59,3 +60,24 @@ def prefetch_fetches(*, slots: int, demand_fetches: int, prefetch_fetches: int) 
     assert slots >= 1 and demand_fetches >= 0 and prefetch_fetches >= 0
     kept = 1 if slots > 1 else 0
     return max(0, slots - kept - demand_fetches - prefetch_fetches)
+
+
+class RateBudget:
+    """How fast prefetch may go: ``bytes_per_s`` on average, up to a second's worth at once. Demand is not counted."""
+
+    def __init__(self, bytes_per_s: int) -> None:
+        assert bytes_per_s > 0
+        self._bytes_per_s = bytes_per_s
+        self._left_bytes = float(bytes_per_s)
+        self._counted_s = -math.inf
+
+    def wait_s(self, now_s: float) -> float:
+        """Seconds until the next block may start; 0 when it may now. A block may be larger than what is left."""
+        elapsed_s = min(1.0, max(0.0, now_s - self._counted_s))
+        self._left_bytes = min(float(self._bytes_per_s), self._left_bytes + elapsed_s * self._bytes_per_s)
+        self._counted_s = now_s
+        return 0.0 if self._left_bytes > 0 else (1 - self._left_bytes) / self._bytes_per_s
+
+    def take(self, length_bytes: int) -> None:
+        """A block of that length was started."""
+        self._left_bytes -= length_bytes
