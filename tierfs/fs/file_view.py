@@ -23,7 +23,6 @@ class FileView:
         facts: FileFacts,
         entry: Entry,
         *,
-        links: int,
         cache: BlockCache,
         prefetcher: Prefetcher,
         readahead: Readahead,
@@ -32,7 +31,6 @@ class FileView:
     ) -> None:
         self.facts = facts
         self.entry = entry
-        self.links = links
         self.opens = 0
         self._cache = cache
         self._prefetcher = prefetcher

@@ -101,7 +101,6 @@ class Filesystem:
             view = FileView(
                 facts,
                 node.entry,
-                links=self.tree.links(node),
                 cache=self.cache,
                 prefetcher=self._prefetcher,
                 request_timeout_s=self._request_timeout_s,

@@ -152,9 +152,5 @@ class Tree:
                 seen.add(current.entry.version)
                 yield current
 
-    def models(self) -> Mapping[bytes, int]:
-        """Size of each model by its path."""
-        return self._model_bytes
-
     def _node(self, index: int) -> Node:
         return Node(self._inodes[index], index, self.catalog.entries[index])
