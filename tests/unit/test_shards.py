@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierfs.formats.shards import following_in, following_shard
+from tierfs.formats.shards import following_shard
 
 
 @pytest.mark.parametrize(
@@ -85,16 +85,3 @@ def test_a_number_grows_by_one_whatever_its_width(digits: int, width: int) -> No
     name = b"layer_%0*d.npz" % (width, digits)
     following = b"layer_%0*d.npz" % (width, digits + 1)
     assert following_shard(name, {name, following}) == following
-
-
-def test_a_known_order_is_followed() -> None:
-    order = [b"b", b"a", b"c"]
-    assert [following_in(order, name) for name in order] == [b"a", b"c", None]
-    assert following_in(order, b"stranger") is None
-    assert following_in([], b"a") is None
-
-
-def test_a_name_listed_twice_does_not_loop() -> None:
-    order = [b"a", b"b", b"a", b"c"]
-    assert following_in(order, b"a") == b"c"
-    assert following_in(order, b"b") == b"a"

@@ -42,14 +42,3 @@ def following_shard(name: bytes, siblings: Sequence[bytes] | AbstractSet[bytes])
     digits = b"%0*d" % (len(match["number"]), number)
     following = match["before"] + digits + match["after"]
     return following if following in siblings else None
-
-
-def following_in(order: Sequence[bytes], name: bytes) -> bytes | None:
-    """The name after ``name`` in a known order, such as that of a model's index; None for the last one or a stranger.
-
-    Where a name is listed more than once its last place counts, so that going on always ends.
-    """
-    for place in range(len(order) - 1, -1, -1):
-        if order[place] == name:
-            return order[place + 1] if place + 1 < len(order) else None
-    return None
