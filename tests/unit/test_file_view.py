@@ -121,6 +121,20 @@ def test_a_sequential_reader_is_read_ahead_and_goes_on_into_the_next_shard() -> 
     trio.run(test)
 
 
+def test_a_window_over_thousands_of_small_numbered_files_is_followed_into_a_few() -> None:
+    files = {b"many/shard-%06d.bin" % number: b"%d" % number for number in range(3000)}
+
+    async def test() -> None:
+        source = MemorySource(files, block_bytes=BLOCK)
+        async with mounted(source) as filesystem:
+            view = filesystem.open(inode_of(filesystem, b"many/shard-000000.bin"))
+            assert bytes(await view.read(0, 10)) == b"0"
+            await trio.testing.wait_all_tasks_blocked()
+            assert len(source.requests) <= 8
+
+    trio.run(test)
+
+
 def test_the_views_of_all_handles_are_one_and_go_with_the_last() -> None:
     async def test() -> None:
         async with mounted(MemorySource({b"f": b"x"}, block_bytes=BLOCK)) as filesystem:

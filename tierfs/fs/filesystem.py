@@ -24,6 +24,9 @@ from tierfs.policy.readahead import Readahead, ReadaheadConfig
 log = logging.getLogger(__name__)
 
 _EXPECTED_FILES = 64
+_FOLLOWED_FILES = (
+    4  # at once: a window may reach over thousands of small numbered files, and each read would walk them all
+)
 
 
 class Filesystem:
@@ -177,7 +180,9 @@ class Filesystem:
 
     def _go_on(self, tree: Tree, node: Node, window_bytes: int) -> None:
         """A stream's window reaches that far beyond the end of a file: into the shards that follow it."""
-        while window_bytes > 0:
+        for _ in range(_FOLLOWED_FILES):
+            if window_bytes <= 0:
+                return
             following = self._following(tree, node)
             if following is None:
                 return
