@@ -17,6 +17,7 @@ from tierfs.blocks.ids import ObjectKey, digest_block
 from tierfs.blocks.spans import Span
 from tierfs.tiers.interface import Offer
 from tierfs.tiers.local import DirectoryTier
+from tierfs.tiers.residency import Residency
 
 MakeTier = Callable[..., DirectoryTier]
 SHM = Path("/dev/shm")
@@ -202,6 +203,42 @@ def test_residency_survives_a_restart_where_it_can(kit: Kit) -> None:
                 assert tier.resident_bytes(content.key) == len(content.bytes)
                 assert await content.hits(tier) == 4
                 assert tier.statistics().used_bytes >= len(content.bytes)
+
+    run(test)
+
+
+def test_a_failed_save_does_not_forget_which_files_somebody_else_wrote_to(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kit.hot:
+        pytest.skip("hot keeps nothing across runs")
+
+    async def test() -> None:
+        content = Content(1, 3 * BLOCK)
+        span = Span(1, 100, 10)
+        async with running(kit.tier()) as tier:
+            await content.fill(tier)
+        (file,) = kit.files()
+        async with running(kit.tier()) as tier:
+            os.utime(file)
+            assert await tier.read_span(content.key, span) is None  # noticed: no block is verified any more
+            failures = []
+
+            def fail(*arguments: object, **named: object) -> None:
+                failures.append(1)
+                raise sqlite3.OperationalError("disk I/O error")
+
+            with monkeypatch.context() as patch:
+                patch.setattr(Residency, "save", fail)
+                for device in tier._devices:
+                    await tier._save(device)
+            assert failures
+            while tier.statistics().state != "ok":  # probed, and in service again
+                await trio.lowlevel.checkpoint()
+            assert await content.read(tier, 0) == content.block(0)  # its stamp is saved with the next save
+        async with running(kit.tier()) as tier:
+            assert await tier.read_span(content.key, Span(0, 0, 10)) == content.block(0)[:10]
+            assert await tier.read_span(content.key, span) is None
 
     run(test)
 

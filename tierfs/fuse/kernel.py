@@ -4,6 +4,7 @@ Written after the mount through sysfs (root only) and read back, so that `status
 Sources: Documentation/filesystems/fuse, Documentation/ABI/testing/sysfs-class-bdi.
 """
 
+import contextlib
 import logging
 import os
 import re
@@ -80,7 +81,8 @@ def _mount_control_files() -> None:
     """Mount fusectl where a minimal system (a container, a small VM) has not; systemd does it elsewhere."""
     if os.geteuid() == 0 and mount_at(_CONNECTIONS) is None:
         command = ["mount", "-t", "fusectl", "fusectl", _CONNECTIONS]
-        subprocess.run(command, capture_output=True, timeout=10, check=False)  # _set reports what is missing
+        with contextlib.suppress(OSError, subprocess.SubprocessError):  # _set reports what is missing
+            subprocess.run(command, capture_output=True, timeout=10, check=False)
 
 
 def _set(path: Path, value: int, limits: KernelLimits) -> None:

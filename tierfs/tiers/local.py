@@ -351,6 +351,10 @@ class DirectoryTier:
                     abandon=abandon,
                 )
             except sqlite3.Error as error:
+                # What else is lost costs time. This must be saved before any later stamp of those files is, or the next
+                # run would trust blocks that somebody else wrote to.
+                device.unverified |= unverified
+                device.keys[:0] = keys
                 device.fault(error)
 
     # -- devices: opening, health, closing
