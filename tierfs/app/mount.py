@@ -34,6 +34,7 @@ from tierfs.cache.buffers import BufferPool
 from tierfs.cache.prefetcher import Prefetcher
 from tierfs.catalog.remembered import Remembered
 from tierfs.catalog.schema import Kind, Publication
+from tierfs.config import addresses
 from tierfs.config.relations import load_token
 from tierfs.config.schema import MountConfig
 from tierfs.control import commands, registry
@@ -107,15 +108,16 @@ def check_places(config: MountConfig, mountpoint: str) -> None:
     for tier in tiers:
         if tier in path.parents:
             raise MountFailed(f"the mountpoint {mountpoint} lies inside the tier directory {tier}")
-    if config.source.url.startswith("dir:"):
-        source = Path(config.source.url.removeprefix("dir:")).resolve()
+    directory = source_directory(config)
+    if directory is not None:
+        source = directory.resolve()
         for tier in tiers:
             if tier == source or source in tier.parents or tier in source.parents:
                 raise MountFailed(f"the tier directory {tier} and the source {source} lie inside each other")
     # Everything the daemon itself reads or writes: through its own mount it would wait for itself, for ever.
-    others = [config.state_dir, config.log.file, config.source.token_file, config.source.tls_ca_file]
-    if config.source.url.startswith("dir:"):
-        others.append(Path(config.source.url.removeprefix("dir:")))
+    others = [
+        config.state_dir, config.log.file, config.source.token_file, config.source.tls_ca_file, directory,
+    ]  # fmt: skip
     for place in tiers + [Path(other).resolve() for other in others if other is not None]:
         if place == path or path in place.parents:
             raise MountFailed(f"{place} lies inside the mountpoint {mountpoint}: tierfs would wait for itself")
@@ -295,8 +297,8 @@ class _Mount:
     async def _first_publication(self, source: Source) -> Publication:
         remembered = await trio.to_thread.run_sync(self._remembered.load)
         timeout_s = float(self._config.source.timeout)
-        directory = self._config.source.url.removeprefix("dir:")
-        if remembered is None and directory != self._config.source.url and not os.path.isdir(directory):
+        directory = source_directory(self._config)
+        if remembered is None and directory is not None and not directory.is_dir():
             raise SourceUnavailable(f"source.url: the directory {directory} is not there")
         with trio.move_on_after(timeout_s if remembered is None else min(timeout_s, _REMEMBERED_AFTER_S)):
             publication = await source.publication()
@@ -306,7 +308,7 @@ class _Mount:
         reason = f"the source {statistics.url} cannot be reached: {statistics.reason or 'no answer'}"
         if remembered is None:
             advice = "check that `tierfs serve` runs there and that the address is right"
-            if self._config.source.url.startswith("dir:"):
+            if directory is not None:
                 advice = "check that the directory is there and can be read"
             raise SourceUnavailable(f"{reason}; {advice}")
         self._note = (
@@ -342,14 +344,20 @@ class _Mount:
             await trio.sleep(_CONTENT_BATCH_S)
 
 
+def source_directory(config: MountConfig) -> Path | None:
+    """The directory of a ``dir:`` source; None where the source is remote."""
+    source = addresses.parse_source_url(config.source.url)
+    return Path(source.path) if isinstance(source, addresses.DirectorySource) else None
+
+
 def make_source(config: MountConfig) -> Source:
     """The source the configuration names."""
     settings = config.source
-    if settings.url.startswith("dir:"):
-        path = Path(settings.url.removeprefix("dir:"))
+    directory = source_directory(config)
+    if directory is not None:
         return DirectorySource(
-            path,
-            name=str(path),
+            directory,
+            name=str(directory),
             block_bytes=int(settings.block_size),
             state_directory=None,
             rescan_s=settings.rescan,
@@ -377,8 +385,6 @@ def make_tiers(config: MountConfig, block_bytes: int) -> list[LocalTier]:
                 [Path(config.hot.path)],
                 block_bytes=block_bytes,
                 capacity_bytes=config.hot.capacity,
-                high_watermark=0.95,
-                low_watermark=0.90,
                 write_queue_bytes=queue_limit,
                 mapped=True,
             )
