@@ -69,13 +69,15 @@ install_system_packages() {
     [ -n "$(find_python)" ] || die "no Python of at least 3.11 with venv and headers, not even after installing ${missing[*]}"
 }
 
-sources() { (cd "$root" && find tierfs \( -name '*.py' -o -name py.typed \) -print | LC_ALL=C sort); }
+sources() {
+    (cd "$root" && find tierfs mount-helpers/channel \( -name '*.py' -o -name py.typed -o -name '*.[ch]' \) -print | LC_ALL=C sort)
+}
 
 # Whether the installed wheel is of these sources: none added or removed, none newer.
 wheel_is_current() {
     local stamp=$venv/.tierfs-wheel
     [ -f "$stamp" ] && [ "$(sources)" = "$(cat "$stamp")" ] &&
-        [ -z "$(cd "$root" && find tierfs pyproject.toml meson.build -type f -newer "$stamp" \
+        [ -z "$(cd "$root" && find tierfs mount-helpers/channel pyproject.toml meson.build -type f -newer "$stamp" \
             ! -path '*/__pycache__/*' -print -quit)" ]
 }
 

@@ -1,0 +1,159 @@
+/* The bytes of a READ: from the pool (mapped) or a tier file (pread) into the kernel, by a few threads. */
+#include "channel.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#define COPIERS 4
+
+static struct {
+    pthread_mutex_t lock;
+    pthread_cond_t work;
+    struct copy *first, **end;
+} queue = {.lock = PTHREAD_MUTEX_INITIALIZER, .work = PTHREAD_COND_INITIALIZER};
+
+struct buffer {
+    unsigned char *bytes;
+    size_t size;
+};
+
+/* Gather the parts: places in the pool as they are, tier files through the buffer. 0, or the errno of the part that
+ * failed, -1 where the file ended early. */
+static int gather(struct copy *copy, struct tier_file **files, struct buffer *buffer, struct iovec *vector,
+                  unsigned *failed) {
+    size_t used = 0, wanted = 0;
+    for (unsigned i = 0; i < copy->header.count; i++)
+        if (copy->parts[i].slot != SLOT_POOL)
+            wanted += copy->parts[i].length;
+    if (wanted > buffer->size) {
+        void *larger = NULL;
+        if (posix_memalign(&larger, 4096, wanted)) {
+            *failed = 0;
+            return ENOMEM;
+        }
+        free(buffer->bytes);
+        buffer->bytes = larger;
+        buffer->size = wanted;
+    }
+    for (unsigned i = 0; i < copy->header.count; i++) {
+        const struct read_part *part = &copy->parts[i];
+        if (part->slot == SLOT_POOL) {
+            vector[i] = (struct iovec){copy->epoch->pool + part->offset, part->length};
+            continue;
+        }
+        *failed = i;
+        if (!files[i])
+            return EBADF;
+        vector[i] = (struct iovec){buffer->bytes + used, part->length};
+        for (size_t done = 0; done < part->length;) {
+            ssize_t got = pread(files[i]->fd, buffer->bytes + used + done, part->length - done,
+                                (off_t)(part->offset + done));
+            if (got < 0 && errno == EINTR)
+                continue;
+            if (got <= 0)
+                return got < 0 ? errno : -1;
+            done += (size_t)got;
+        }
+        used += part->length;
+    }
+    return 0;
+}
+
+static void run(struct channel *c, struct copy *copy, struct buffer *buffer) {
+    struct iovec vector[READ_PARTS_MAX + 1];
+    struct tier_file *files[READ_PARTS_MAX] = {0};
+    struct request *r = copy->request;
+    struct epoch *e = copy->epoch;
+    unsigned failed = 0;
+    pthread_mutex_lock(&c->lock);
+    for (unsigned i = 0; i < copy->header.count; i++)
+        if (copy->parts[i].slot != SLOT_POOL)
+            files[i] = file_take(e, copy->parts[i].slot, copy->parts[i].generation);
+    pthread_mutex_unlock(&c->lock);
+
+    int error = gather(copy, files, buffer, vector + 1, &failed);
+
+    pthread_mutex_lock(&c->lock);
+    bool mine = !error && !r->answered;
+    if (mine)
+        r->answered = true; /* from here on the reply is ours to give: an interrupt finds it answered */
+    pthread_mutex_unlock(&c->lock);
+    if (mine) {
+        struct fuse_out_header header = {(uint32_t)(sizeof header + copy->header.length), 0, copy->unique};
+        vector[0] = (struct iovec){&header, sizeof header};
+        if (writev(c->clones[copy->clone], vector, (int)copy->header.count + 1) < 0) {
+            if (errno != ENOENT) { /* never zeros, never less: an error */
+                say("a READ reply of %u bytes was refused by the kernel: %s", copy->header.length, strerror(errno));
+                kernel_reply(c, copy->clone, copy->unique, -EIO, NULL, 0);
+            }
+        } else {
+            count(c, COUNT_COPIED_BYTES, copy->header.length);
+        }
+    }
+    epoch_lease_done(e, copy->header.lease);
+    pthread_mutex_lock(&c->lock);
+    for (unsigned i = 0; i < copy->header.count; i++)
+        if (files[i])
+            file_give_back(files[i]);
+    if (error && !r->answered) {
+        count(c, COUNT_FAILED_COPIES, 1);
+        if (++r->failures > READ_FAILURES_MAX) {
+            r->state = REQUEST_QUEUED;
+            request_answer(c, r, -EIO);
+        } else if (e == c->epoch && !e->draining) {
+            r->state = REQUEST_SETTLING;
+            control_read_failed(e, r->unique, &copy->parts[failed], error < 0 ? 0 : error);
+        } else { /* the daemon that decided so is gone: ask the next one */
+            request_send(c, r);
+        }
+    } else {
+        request_remove(c, r);
+    }
+    epoch_release(e);
+    pthread_mutex_unlock(&c->lock);
+    free(copy);
+}
+
+static void *copier_run(void *argument) {
+    struct channel *c = argument;
+    struct buffer buffer = {0};
+    for (;;) {
+        pthread_mutex_lock(&queue.lock);
+        while (!queue.first)
+            pthread_cond_wait(&queue.work, &queue.lock);
+        struct copy *copy = queue.first;
+        queue.first = copy->next;
+        if (!queue.first)
+            queue.end = &queue.first;
+        pthread_mutex_unlock(&queue.lock);
+        run(c, copy, &buffer);
+    }
+    return NULL;
+}
+
+/* Bounded by the table of requests: each has at most one copy. */
+void copy_begin(struct channel *c, struct copy *copy) {
+    (void)c;
+    copy->next = NULL;
+    pthread_mutex_lock(&queue.lock);
+    if (!queue.end)
+        queue.end = &queue.first;
+    *queue.end = copy;
+    queue.end = &copy->next;
+    pthread_cond_signal(&queue.work);
+    pthread_mutex_unlock(&queue.lock);
+}
+
+int copiers_start(struct channel *c) {
+    for (int i = 0; i < COPIERS; i++) {
+        pthread_t thread;
+        int error = pthread_create(&thread, NULL, copier_run, c);
+        if (error)
+            return error;
+        pthread_detach(thread);
+    }
+    return 0;
+}

@@ -1,0 +1,168 @@
+/* /dev/fuse and the mount. */
+#include "channel.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mount.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/sysmacros.h>
+#include <sys/uio.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+static int open_device(void) { return open("/dev/fuse", O_RDWR | O_CLOEXEC); }
+
+int kernel_open(struct channel *c, char *why, size_t why_size) {
+    c->clones[0] = c->options.fuse_fd >= 0 ? c->options.fuse_fd : open_device();
+    if (c->clones[0] < 0) {
+        int error = errno;
+        snprintf(why, why_size, "/dev/fuse cannot be opened: %s", strerror(error));
+        return error;
+    }
+    if (c->options.fuse_fd >= 0) {
+        fcntl(c->clones[0], F_SETFD, FD_CLOEXEC);
+        c->mounted = true; /* by whoever opened it */
+    }
+    return 0;
+}
+
+/* mount(2) refused: fusermount3 does it for an unprivileged user, and sends its own descriptor of /dev/fuse. */
+static int mount_by_helper(struct channel *c, char *why, size_t why_size) {
+    int pair[2];
+    if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair))
+        return errno;
+    char options[256];
+    snprintf(options, sizeof options, "ro,nosuid,nodev,noatime,default_permissions,fsname=tierfs,subtype=tierfs%s",
+             c->options.allow_other ? ",allow_other" : "");
+    char variable[64];
+    snprintf(variable, sizeof variable, "%d", pair[0]);
+    pid_t pid = fork();
+    if (pid == 0) {
+        fcntl(pair[0], F_SETFD, 0);
+        setenv("_FUSE_COMMFD", variable, 1);
+        execlp("fusermount3", "fusermount3", "-o", options, "--", c->options.mountpoint, (char *)NULL);
+        _exit(127);
+    }
+    close(pair[0]);
+    char byte;
+    struct iovec vector = {&byte, 1};
+    char space[CMSG_SPACE(sizeof(int))];
+    struct msghdr message = {.msg_iov = &vector, .msg_iovlen = 1, .msg_control = space, .msg_controllen = sizeof space};
+    ssize_t received = pid > 0 ? recvmsg(pair[1], &message, MSG_CMSG_CLOEXEC) : -1;
+    close(pair[1]);
+    if (pid > 0)
+        waitpid(pid, NULL, 0);
+    struct cmsghdr *control = received > 0 ? CMSG_FIRSTHDR(&message) : NULL;
+    if (!control || control->cmsg_type != SCM_RIGHTS || control->cmsg_len != CMSG_LEN(sizeof(int))) {
+        snprintf(why, why_size,
+                 "fusermount3 could not mount on %s: check that it is installed, that the directory is yours, and that "
+                 "'user_allow_other' is in /etc/fuse.conf", c->options.mountpoint);
+        return EPERM;
+    }
+    close(c->clones[0]);
+    memcpy(&c->clones[0], CMSG_DATA(control), sizeof(int));
+    return 0;
+}
+
+int kernel_mount(struct channel *c, char *why, size_t why_size) {
+    if (!c->mounted) {
+        char options[256];
+        snprintf(options, sizeof options, "fd=%d,rootmode=40000,user_id=%u,group_id=%u,default_permissions%s",
+                 c->clones[0], (unsigned)geteuid(), (unsigned)getegid(), c->options.allow_other ? ",allow_other" : "");
+        if (mount("tierfs", c->options.mountpoint, "fuse.tierfs", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOATIME,
+                  options)) {
+            int error = errno;
+            if (error != EPERM || (error = mount_by_helper(c, why, why_size))) {
+                if (error != EPERM)
+                    snprintf(why, why_size, "cannot mount on %s: %s", c->options.mountpoint, strerror(error));
+                return error;
+            }
+        }
+        c->mounted = true;
+    }
+    for (int i = 1; i < c->options.threads; i++) {
+        uint32_t first = (uint32_t)c->clones[0];
+        c->clones[i] = open_device();
+        if (c->clones[i] < 0 || ioctl(c->clones[i], DEV_CLONE, &first)) {
+            int error = errno;
+            snprintf(why, why_size, "/dev/fuse cannot be cloned: %s", strerror(error));
+            return error;
+        }
+    }
+    return 0;
+}
+
+void kernel_unmount(struct channel *c) {
+    if (!c->mounted || c->gone || c->options.fuse_fd >= 0)
+        return;
+    c->mounted = false;
+    if (umount2(c->options.mountpoint, MNT_DETACH | UMOUNT_NOFOLLOW) == 0 || errno != EPERM)
+        return;
+    pid_t pid = fork();
+    if (pid == 0) {
+        execlp("fusermount3", "fusermount3", "-u", "-z", "--", c->options.mountpoint, (char *)NULL);
+        _exit(127);
+    }
+    if (pid > 0)
+        waitpid(pid, NULL, 0);
+}
+
+/* A reply goes through the clone its request came from. Returns 0 or an errno; ENOENT: nobody waits any more. */
+int kernel_reply(struct channel *c, int clone, uint64_t unique, int error, const void *body, size_t length) {
+    struct fuse_out_header header = {(uint32_t)(sizeof header + length), error, unique};
+    struct iovec vector[2] = {{&header, sizeof header}, {(void *)(uintptr_t)body, length}};
+    return writev(c->clones[clone], vector, length ? 2 : 1) < 0 ? errno : 0;
+}
+
+/* A backing id for an open file, or a negative errno. */
+int kernel_backing_open(struct channel *c, int fd) {
+    struct fuse_backing_map map = {fd, 0, 0};
+    int id = ioctl(c->clones[0], DEV_BACKING_OPEN, &map);
+    return id > 0 ? id : -(errno ? errno : EIO);
+}
+
+void kernel_backing_close(struct channel *c, int id) {
+    uint32_t number = (uint32_t)id;
+    if (ioctl(c->clones[0], DEV_BACKING_CLOSE, &number))
+        say("backing id %d not closed: %s", id, strerror(errno));
+}
+
+unsigned kernel_max_pages(void) {
+    unsigned pages = 256; /* of kernels without the limit, and its default */
+    FILE *file = fopen("/proc/sys/fs/fuse/max_pages_limit", "re");
+    if (file) {
+        if (fscanf(file, "%u", &pages) != 1)
+            pages = 256;
+        fclose(file);
+    }
+    return pages > 1024 ? 1024 : pages; /* 4 MiB: one block; larger requests only make the first byte later */
+}
+
+/* Larger than the kernel's default only through sysfs; the INIT reply can but lower it. */
+void kernel_set_read_ahead(struct channel *c) {
+    struct statx status;
+    if (statx(AT_FDCWD, c->options.mountpoint, AT_STATX_DONT_SYNC | AT_NO_AUTOMOUNT, 0, &status))
+        return;
+    char path[128];
+    snprintf(path, sizeof path, "/sys/class/bdi/%u:%u/read_ahead_kb", status.stx_dev_major, status.stx_dev_minor);
+    int fd = open(path, O_RDWR | O_CLOEXEC);
+    if (fd >= 0) {
+        char text[32];
+        int length = snprintf(text, sizeof text, "%ld", c->options.read_ahead_bytes / 1024);
+        if (write(fd, text, (size_t)length) != length)
+            say("%s not set to %s: %s", path, text, strerror(errno));
+        close(fd);
+    }
+    unsigned long kib = 0;
+    FILE *file = fopen(path, "re");
+    if (file) {
+        if (fscanf(file, "%lu", &kib) != 1)
+            kib = 0;
+        fclose(file);
+    }
+    set_counter(c, COUNT_READ_AHEAD, (uint64_t)kib * 1024);
+}
