@@ -1,0 +1,346 @@
+/* Unit tests of the channel's parts without a kernel or a daemon: the parsers, and the tables of requests and inodes.
+ * Built and run by test_channel_units.py, with the address and undefined-behaviour sanitizers. */
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "channel.h"
+#include "parse.h"
+
+#define CHECK(condition)                                                                                               \
+    do {                                                                                                               \
+        if (!(condition)) {                                                                                            \
+            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);                                            \
+            exit(1);                                                                                                   \
+        }                                                                                                              \
+    } while (0)
+
+/* -- the kernel, as the tables see it */
+
+static uint64_t answered_unique;
+static int answered_error, opened_backings, closed_backings, backing_result = 7;
+
+int kernel_reply(struct channel *c, int clone, uint64_t unique, int error, const void *body, size_t length) {
+    (void)c, (void)clone, (void)body, (void)length;
+    answered_unique = unique;
+    answered_error = error;
+    return 0;
+}
+int kernel_backing_open(struct channel *c, int fd) {
+    (void)c, (void)fd;
+    opened_backings++;
+    return backing_result;
+}
+void kernel_backing_close(struct channel *c, int id) {
+    (void)c, (void)id;
+    closed_backings++;
+}
+
+static _Atomic uint64_t counters[COUNTERS];
+
+static void prepare(struct channel *c, struct epoch *e, int sockets[2]) {
+    memset(c, 0, sizeof *c);
+    memset(e, 0, sizeof *e);
+    memset((void *)counters, 0, sizeof counters);
+    c->counters = counters;
+    c->wake_fd = open("/dev/null", O_WRONLY);
+    c->epoch = e;
+    c->passthrough = true;
+    CHECK(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, sockets) == 0);
+    e->fuse_socket = sockets[0];
+    e->number = 1;
+    e->asked = e->ready = true;
+    e->files = calloc(FILE_SLOTS, sizeof *e->files);
+    for (unsigned i = 0; i < FILE_SLOTS; i++)
+        e->files[i].fd = -1;
+}
+
+static void clear(struct channel *c, struct epoch *e, int sockets[2]) {
+    while (c->requests)
+        request_remove(c, c->requests);
+    inodes_forget_offers(c);
+    free(c->buckets);
+    free(c->inodes);
+    free(e->files);
+    close(c->wake_fd);
+    close(sockets[0]);
+    close(sockets[1]);
+}
+
+struct message {
+    struct fuse_in_header header;
+    struct fuse_read_in read;
+};
+
+static struct message message_of(uint32_t opcode, uint64_t unique, uint64_t nodeid) {
+    struct message message = {.header = {.len = sizeof message, .opcode = opcode, .unique = unique, .nodeid = nodeid}};
+    message.read.size = opcode == OP_OPEN ? 0 : 1 << 20;
+    return message;
+}
+
+/* -- parsers */
+
+static void requests_of_a_wrong_length_are_bad(void) {
+    struct message message = message_of(OP_READ, 2, 1);
+    int error;
+    CHECK(parse_request(&message, sizeof message, &error) == VERDICT_FORWARD);
+    CHECK(parse_request(&message, sizeof message - 1, &error) == VERDICT_BAD);
+    CHECK(parse_request(&message, 8, &error) == VERDICT_BAD);
+    message.header.len = sizeof message.header + 8;
+    CHECK(parse_request(&message, sizeof message.header + 8, &error) == VERDICT_BAD);
+}
+
+static void writes_and_unknown_requests_are_refused(void) {
+    struct message message = message_of(16, 2, 1);
+    int error;
+    CHECK(parse_request(&message, sizeof message, &error) == VERDICT_ANSWER && error == -EROFS);
+    message.header.opcode = 4000000000u;
+    CHECK(parse_request(&message, sizeof message, &error) == VERDICT_ANSWER && error == -ENOSYS);
+}
+
+static void forgets_need_no_answer(void) {
+    struct message message = message_of(OP_FORGET, 0, 1);
+    int error;
+    CHECK(parse_request(&message, sizeof message, &error) == VERDICT_SWALLOW);
+}
+
+static void replies_are_checked(void) {
+    struct fuse_out_header header = {16, 0, 4}, parsed;
+    CHECK(parse_reply(&header, 16, &parsed) && parsed.unique == 4);
+    CHECK(!parse_reply(&header, 15, &parsed));
+    header.error = 5;
+    CHECK(!parse_reply(&header, 16, &parsed));
+    struct { struct fuse_out_header header; uint64_t body; } failed = {{24, -5, 4}, 0};
+    CHECK(!parse_reply(&failed, 24, &parsed));
+}
+
+static void read_replies_must_add_up(void) {
+    struct { struct read_header header; struct read_part parts[2]; } reply = {
+        {READ_MAGIC, 1, 2, 3, 8192}, {{SLOT_POOL, 0, 0, 4096, 0}, {5, 1, 4096, 4096, 0}}};
+    struct read_header header;
+    struct read_part parts[READ_PARTS_MAX];
+    CHECK(parse_read_reply(&reply, sizeof reply, 8192, &header, parts) && header.count == 2);
+    CHECK(!parse_read_reply(&reply, sizeof reply, 8191, &header, parts));
+    CHECK(!parse_read_reply(&reply, sizeof reply - 1, 8192, &header, parts));
+    reply.header.length = 8191;
+    CHECK(!parse_read_reply(&reply, sizeof reply, 8192, &header, parts));
+    reply.header.length = 8192;
+    reply.parts[1].slot = FILE_SLOTS;
+    CHECK(!parse_read_reply(&reply, sizeof reply, 8192, &header, parts));
+    reply.parts[1].slot = 5;
+    reply.parts[1].offset = UINT64_MAX - 10;
+    CHECK(!parse_read_reply(&reply, sizeof reply, 8192, &header, parts));
+    CHECK(parse_lease(&reply, sizeof reply) == 3);
+    CHECK(parse_lease(&reply, 8) == LEASE_NONE);
+}
+
+/* -- requests */
+
+static void requests_are_sent_kept_and_replayed(void) {
+    struct channel c;
+    struct epoch e;
+    int sockets[2];
+    prepare(&c, &e, sockets);
+    struct message message = message_of(OP_READ, 2, 9), got;
+    request_send(&c, request_add(&c, 0, &message, sizeof message));
+    CHECK(recv(sockets[1], &got, sizeof got, 0) == sizeof got && got.header.unique == 2);
+    CHECK(request_find(&c, 2)->state == REQUEST_SENT);
+    requests_requeue(&c);
+    CHECK(request_find(&c, 2)->state == REQUEST_QUEUED && counters[COUNT_REPLAYS] == 1);
+    CHECK(!requests_flush(&c));
+    CHECK(recv(sockets[1], &got, sizeof got, MSG_DONTWAIT) == sizeof got && got.header.unique == 2);
+    clear(&c, &e, sockets);
+}
+
+static void nothing_is_sent_to_a_daemon_that_is_not_ready(void) {
+    struct channel c;
+    struct epoch e;
+    int sockets[2];
+    prepare(&c, &e, sockets);
+    e.ready = false;
+    struct message message = message_of(OP_READ, 2, 9);
+    request_send(&c, request_add(&c, 0, &message, sizeof message));
+    CHECK(request_find(&c, 2)->state == REQUEST_QUEUED);
+    CHECK(recv(sockets[1], &message, sizeof message, MSG_DONTWAIT) == -1);
+    clear(&c, &e, sockets);
+}
+
+static void a_full_socket_makes_requests_wait_not_the_caller(void) {
+    struct channel c;
+    struct epoch e;
+    int sockets[2];
+    prepare(&c, &e, sockets);
+    struct message message = message_of(OP_READ, 0, 9);
+    for (uint64_t unique = 2; unique < 20000; unique += 2) {
+        message.header.unique = unique;
+        struct request *r = request_add(&c, 0, &message, sizeof message);
+        CHECK(r);
+        request_send(&c, r);
+    }
+    CHECK(counters[COUNT_QUEUED] > 0);
+    uint64_t expected = 2;
+    do {
+        while (recv(sockets[1], &message, sizeof message, MSG_DONTWAIT) == sizeof message) {
+            CHECK(message.header.unique == expected);
+            expected += 2;
+        }
+    } while (requests_flush(&c) || expected < 20000);
+    clear(&c, &e, sockets);
+}
+
+static void the_table_is_bounded(void) {
+    struct channel c;
+    struct epoch e;
+    int sockets[2];
+    prepare(&c, &e, sockets);
+    struct message message = message_of(OP_GETATTR, 0, 9);
+    for (uint64_t i = 1; i <= REQUESTS_MAX; i++) {
+        message.header.unique = 2 * i;
+        CHECK(request_add(&c, 0, &message, sizeof message));
+    }
+    message.header.unique = 2 * (REQUESTS_MAX + 1);
+    CHECK(!request_add(&c, 0, &message, sizeof message));
+    clear(&c, &e, sockets);
+    CHECK(counters[COUNT_PENDING] == 0 && counters[COUNT_PENDING_MAX] == REQUESTS_MAX);
+}
+
+static void a_killed_reader_is_answered_and_its_request_stays_until_the_daemon_replies(void) {
+    struct channel c;
+    struct epoch e;
+    int sockets[2];
+    prepare(&c, &e, sockets);
+    struct message message = message_of(OP_READ, 2, 9);
+    struct request *r = request_add(&c, 0, &message, sizeof message);
+    request_send(&c, r);
+    CHECK(!request_answer(&c, r, -EINTR) && answered_unique == 2 && answered_error == -EINTR);
+    CHECK(request_find(&c, 2) == r);
+    requests_requeue(&c); /* the daemon died: nobody waits for it, so nobody gets it again */
+    CHECK(!request_find(&c, 2));
+    clear(&c, &e, sockets);
+}
+
+static void directory_requests_are_cut_to_what_the_socket_takes(void) {
+    struct channel c;
+    struct epoch e;
+    int sockets[2];
+    prepare(&c, &e, sockets);
+    struct message message = message_of(OP_READDIR, 2, 1);
+    struct request *r = request_add(&c, 0, &message, sizeof message);
+    memcpy(&message, r->bytes, sizeof message);
+    CHECK(message.read.size == DIRECTORY_BYTES_MAX);
+    clear(&c, &e, sockets);
+}
+
+/* -- inodes */
+
+static struct request *an_open(struct channel *c, uint64_t unique, uint64_t nodeid) {
+    struct message message = message_of(OP_OPEN, unique, nodeid);
+    return request_add(c, 0, &message, sizeof message);
+}
+
+static void one_backing_id_until_the_last_release(void) {
+    struct channel c;
+    struct epoch e;
+    int sockets[2];
+    prepare(&c, &e, sockets);
+    opened_backings = closed_backings = 0;
+    e.files[3] = (struct tier_file){.fd = 0, .generation = 1};
+    struct fuse_open_out reply = {9, OPEN_KEEP_CACHE, 0};
+    inode_offer(&c, 9, 3, 1);
+    CHECK(inode_opened(&c, an_open(&c, 2, 9), &reply));
+    CHECK(reply.open_flags == (OPEN_PASSTHROUGH | OPEN_NOFLUSH) && reply.backing_id == 7);
+    reply = (struct fuse_open_out){9, OPEN_KEEP_CACHE, 0};
+    CHECK(inode_opened(&c, an_open(&c, 4, 9), &reply)); /* not offered again: still no mixing */
+    CHECK((reply.open_flags & OPEN_PASSTHROUGH) && reply.backing_id == 7 && opened_backings == 1);
+    inode_released(&c, 9);
+    CHECK(closed_backings == 0);
+    inode_released(&c, 9);
+    CHECK(closed_backings == 1 && c.inode_count == 0 && e.files[3].users == 0);
+    clear(&c, &e, sockets);
+}
+
+static void a_cached_handle_keeps_passthrough_out(void) {
+    struct channel c;
+    struct epoch e;
+    int sockets[2];
+    prepare(&c, &e, sockets);
+    e.files[3] = (struct tier_file){.fd = 0, .generation = 1};
+    struct fuse_open_out reply = {9, OPEN_KEEP_CACHE, 0};
+    CHECK(inode_opened(&c, an_open(&c, 2, 9), &reply) && !(reply.open_flags & OPEN_PASSTHROUGH));
+    CHECK(reply.open_flags == (OPEN_KEEP_CACHE | OPEN_NOFLUSH));
+    inode_offer(&c, 9, 3, 1);
+    CHECK(inode_opened(&c, an_open(&c, 4, 9), &reply) && !(reply.open_flags & OPEN_PASSTHROUGH));
+    CHECK(counters[COUNT_HELD_BACK_OPENS] == 1);
+    inode_released(&c, 9);
+    inode_released(&c, 9);
+    inode_offer(&c, 9, 3, 1);
+    CHECK(inode_opened(&c, an_open(&c, 6, 9), &reply) && (reply.open_flags & OPEN_PASSTHROUGH));
+    inode_released(&c, 9);
+    clear(&c, &e, sockets);
+}
+
+static void a_refused_or_outdated_file_opens_cached(void) {
+    struct channel c;
+    struct epoch e;
+    int sockets[2];
+    prepare(&c, &e, sockets);
+    e.files[3] = (struct tier_file){.fd = 0, .generation = 2};
+    struct fuse_open_out reply = {9, OPEN_KEEP_CACHE, 0};
+    inode_offer(&c, 9, 3, 1); /* the slot has another file by now */
+    CHECK(inode_opened(&c, an_open(&c, 2, 9), &reply) && !(reply.open_flags & OPEN_PASSTHROUGH));
+    inode_released(&c, 9);
+    backing_result = -ELOOP;
+    inode_offer(&c, 9, 3, 2);
+    CHECK(inode_opened(&c, an_open(&c, 4, 9), &reply) && !(reply.open_flags & OPEN_PASSTHROUGH));
+    backing_result = 7;
+    CHECK(counters[COUNT_REFUSED_OPENS] == 1 && counters[COUNT_LAST_REFUSAL] == ELOOP);
+    inode_released(&c, 9);
+    clear(&c, &e, sockets);
+}
+
+static void every_open_inode_is_listed_once(void) {
+    struct channel c;
+    struct epoch e;
+    int sockets[2];
+    prepare(&c, &e, sockets);
+    struct fuse_open_out reply = {0};
+    for (uint64_t inode = 2; inode < 5002; inode++) {
+        struct request *r = an_open(&c, 2 * inode, inode * 0x9E3779B97F4A7C15u >> 1);
+        CHECK(inode_opened(&c, r, &reply));
+        request_remove(&c, r);
+    }
+    uint64_t pairs[64][2], seen = 0;
+    size_t bucket = 0, filled;
+    while ((filled = inodes_list(&c, pairs, 64, &bucket)) > 0)
+        for (size_t i = 0; i < filled; i++, seen++)
+            CHECK(pairs[i][1] == 1);
+    CHECK(seen == 5000);
+    for (uint64_t inode = 2; inode < 5002; inode++)
+        inode_released(&c, inode * 0x9E3779B97F4A7C15u >> 1);
+    CHECK(c.inode_count == 0);
+    clear(&c, &e, sockets);
+}
+
+int main(void) {
+    requests_of_a_wrong_length_are_bad();
+    writes_and_unknown_requests_are_refused();
+    forgets_need_no_answer();
+    replies_are_checked();
+    read_replies_must_add_up();
+    requests_are_sent_kept_and_replayed();
+    nothing_is_sent_to_a_daemon_that_is_not_ready();
+    a_full_socket_makes_requests_wait_not_the_caller();
+    the_table_is_bounded();
+    a_killed_reader_is_answered_and_its_request_stays_until_the_daemon_replies();
+    directory_requests_are_cut_to_what_the_socket_takes();
+    one_backing_id_until_the_last_release();
+    a_cached_handle_keeps_passthrough_out();
+    a_refused_or_outdated_file_opens_cached();
+    every_open_inode_is_listed_once();
+    puts("ok");
+    return 0;
+}
