@@ -20,6 +20,7 @@
 #define REPLY_BYTES_MAX 262144
 #define DIRECTORY_BYTES_MAX 65536 /* of one READDIR: its reply must fit the socket */
 #define CLONES_MAX 16
+#define COPY_S 30.0         /* a tier that has not given its bytes by then never will: EIO */
 #define READ_FAILURES_MAX 8 /* of one request; then its reader gets EIO */
 
 enum counter {
@@ -48,6 +49,7 @@ struct request {
     bool answered;    /* the kernel has its reply; what still comes from the daemon is dropped */
     bool interrupted; /* a signal came; fatal or not is looked at again and again */
     unsigned failures;
+    double copying_since_s;
     unsigned char bytes[];
 };
 
@@ -149,6 +151,7 @@ void request_send(struct channel *c, struct request *r);
 bool requests_flush(struct channel *c); /* whether some still wait for room in the socket */
 void requests_requeue(struct channel *c);
 void requests_fail_all(struct channel *c, int error);
+void requests_give_up_copies(struct channel *c, double older_than_s);
 bool request_answer(struct channel *c, struct request *r, int error);
 void request_made_release(struct channel *c, uint64_t nodeid, uint64_t fh);
 
@@ -185,11 +188,11 @@ struct copy {
     struct read_part parts[READ_PARTS_MAX];
 };
 int copiers_start(struct channel *c);
-void copy_begin(struct channel *c, struct copy *copy);
+void copy_begin(struct copy *copy);
 
 /* control.c */
 void control_receive(struct channel *c, struct epoch *e);
-void control_read_failed(struct epoch *e, uint64_t unique, const struct read_part *part, int error);
+bool control_read_failed(struct epoch *e, uint64_t unique, const struct read_part *part, int error);
 void control_stop(struct epoch *e);
 
 /* main.c: both answer a MOUNT of the daemon, lock held */

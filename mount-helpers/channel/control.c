@@ -13,10 +13,11 @@
 #include "parse.h"
 
 #define HANDLES_PER_MESSAGE 1024
+#define MESSAGES_AT_ONCE 256
 
 struct __attribute__((packed)) head { uint32_t type, serial; };
 
-static void send_message(struct epoch *e, uint32_t type, uint32_t serial, const void *first, size_t first_length,
+static bool send_message(struct epoch *e, uint32_t type, uint32_t serial, const void *first, size_t first_length,
                          const void *second, size_t second_length, int fd) {
     struct head head = {type, serial};
     struct iovec vector[3] = {{&head, sizeof head},
@@ -33,8 +34,11 @@ static void send_message(struct epoch *e, uint32_t type, uint32_t serial, const 
         control->cmsg_len = CMSG_LEN(sizeof(int));
         memcpy(CMSG_DATA(control), &fd, sizeof fd);
     }
-    if (sendmsg(e->control_socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT) < 0 && errno != EPIPE && errno != ECONNRESET)
+    if (sendmsg(e->control_socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT) >= 0)
+        return true;
+    if (errno != EPIPE && errno != ECONNRESET)
         say("control message %u not sent: %s", type, strerror(errno));
+    return false;
 }
 
 static void acknowledge(struct epoch *e, uint32_t serial, int error, const char *text) {
@@ -44,14 +48,14 @@ static void acknowledge(struct epoch *e, uint32_t serial, int error, const char 
 
 void control_stop(struct epoch *e) { send_message(e, CONTROL_STOP, 0, NULL, 0, NULL, 0, -1); }
 
-void control_read_failed(struct epoch *e, uint64_t unique, const struct read_part *part, int error) {
+bool control_read_failed(struct epoch *e, uint64_t unique, const struct read_part *part, int error) {
     struct __attribute__((packed)) {
         uint64_t unique;
         uint32_t slot, generation;
         uint64_t offset;
         uint32_t length, error;
     } body = {unique, part->slot, part->generation, part->offset, part->length, (uint32_t)error};
-    send_message(e, CONTROL_READ_FAILED, 0, &body, sizeof body, NULL, 0, -1);
+    return send_message(e, CONTROL_READ_FAILED, 0, &body, sizeof body, NULL, 0, -1);
 }
 
 static uint32_t number32(const unsigned char *at) {
@@ -167,10 +171,10 @@ static void list_handles(struct channel *c, struct epoch *e, uint32_t serial) {
     acknowledge(e, serial, 0, "");
 }
 
-/* Everything the daemon has sent; lock held. What the main thread must do is left in the channel's flags. */
+/* What the daemon has sent, a bounded part of it; lock held. What the main thread must do is left in the flags. */
 void control_receive(struct channel *c, struct epoch *e) {
     unsigned char bytes[4096];
-    for (;;) {
+    for (int round = 0; round < MESSAGES_AT_ONCE; round++) {
         union {
             char space[CMSG_SPACE(2 * sizeof(int))];
             struct cmsghdr align;

@@ -1,4 +1,5 @@
-/* The bytes of a READ: from the pool (mapped) or a tier file (pread) into the kernel, by a few threads. */
+/* The bytes of a READ: from the pool (mapped) or a tier file (pread) into the kernel, by a few threads. Copies out of
+ * memory have threads of their own: a disk that does not answer must not hold them up. */
 #include "channel.h"
 
 #include <errno.h>
@@ -7,13 +8,20 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-#define COPIERS 4
+#define COPIERS 4 /* of each kind */
 
-static struct {
+struct queue {
     pthread_mutex_t lock;
     pthread_cond_t work;
     struct copy *first, **end;
-} queue = {.lock = PTHREAD_MUTEX_INITIALIZER, .work = PTHREAD_COND_INITIALIZER};
+};
+static struct queue memory_queue = {.lock = PTHREAD_MUTEX_INITIALIZER, .work = PTHREAD_COND_INITIALIZER};
+static struct queue file_queue = {.lock = PTHREAD_MUTEX_INITIALIZER, .work = PTHREAD_COND_INITIALIZER};
+
+struct copier {
+    struct channel *channel;
+    struct queue *queue;
+};
 
 struct buffer {
     unsigned char *bytes;
@@ -105,7 +113,8 @@ static void run(struct channel *c, struct copy *copy, struct buffer *buffer) {
             request_answer(c, r, -EIO);
         } else if (e == c->epoch && !e->draining) {
             r->state = REQUEST_SETTLING;
-            control_read_failed(e, r->unique, &copy->parts[failed], error < 0 ? 0 : error);
+            if (!control_read_failed(e, r->unique, &copy->parts[failed], error < 0 ? 0 : error))
+                request_send(c, r); /* the daemon does not listen: it is asked again, and that is counted */
         } else { /* the daemon that decided so is gone: ask the next one */
             request_send(c, r);
         }
@@ -118,39 +127,46 @@ static void run(struct channel *c, struct copy *copy, struct buffer *buffer) {
 }
 
 static void *copier_run(void *argument) {
-    struct channel *c = argument;
+    struct copier *copier = argument;
+    struct queue *queue = copier->queue;
     struct buffer buffer = {0};
     for (;;) {
-        pthread_mutex_lock(&queue.lock);
-        while (!queue.first)
-            pthread_cond_wait(&queue.work, &queue.lock);
-        struct copy *copy = queue.first;
-        queue.first = copy->next;
-        if (!queue.first)
-            queue.end = &queue.first;
-        pthread_mutex_unlock(&queue.lock);
-        run(c, copy, &buffer);
+        pthread_mutex_lock(&queue->lock);
+        while (!queue->first)
+            pthread_cond_wait(&queue->work, &queue->lock);
+        struct copy *copy = queue->first;
+        queue->first = copy->next;
+        if (!queue->first)
+            queue->end = &queue->first;
+        pthread_mutex_unlock(&queue->lock);
+        run(copier->channel, copy, &buffer);
     }
     return NULL;
 }
 
 /* Bounded by the table of requests: each has at most one copy. */
-void copy_begin(struct channel *c, struct copy *copy) {
-    (void)c;
+void copy_begin(struct copy *copy) {
+    struct queue *queue = &memory_queue;
+    for (unsigned i = 0; i < copy->header.count; i++)
+        if (copy->parts[i].slot != SLOT_POOL)
+            queue = &file_queue;
     copy->next = NULL;
-    pthread_mutex_lock(&queue.lock);
-    if (!queue.end)
-        queue.end = &queue.first;
-    *queue.end = copy;
-    queue.end = &copy->next;
-    pthread_cond_signal(&queue.work);
-    pthread_mutex_unlock(&queue.lock);
+    pthread_mutex_lock(&queue->lock);
+    if (!queue->end)
+        queue->end = &queue->first;
+    *queue->end = copy;
+    queue->end = &copy->next;
+    pthread_cond_signal(&queue->work);
+    pthread_mutex_unlock(&queue->lock);
 }
 
 int copiers_start(struct channel *c) {
-    for (int i = 0; i < COPIERS; i++) {
+    static struct copier copiers[2];
+    copiers[0] = (struct copier){c, &memory_queue};
+    copiers[1] = (struct copier){c, &file_queue};
+    for (int i = 0; i < 2 * COPIERS; i++) {
         pthread_t thread;
-        int error = pthread_create(&thread, NULL, copier_run, c);
+        int error = pthread_create(&thread, NULL, copier_run, &copiers[i % 2]);
         if (error)
             return error;
         pthread_detach(thread);

@@ -30,7 +30,7 @@
 #define INTERRUPT_TICK_MS 50
 
 struct lifetime {
-    double start_at_s, backoff_s, grace_ends_s, kill_at_s;
+    double start_at_s, backoff_s, grace_ends_s, kill_at_s, looked_s;
     unsigned epochs;
     bool told_to_end;
 };
@@ -228,6 +228,10 @@ static int supervise(struct channel *c, struct lifetime *life, int signals) {
         struct epoch *e = c->epoch;
         bool room_wanted = requests_flush(c);
         interrupts_look(c);
+        if (now_s() - life->looked_s > 1) {
+            life->looked_s = now_s();
+            requests_give_up_copies(c, life->looked_s - COPY_S);
+        }
         bool tick = c->interrupted_count > 0, stopping = c->stopping, gone = c->gone;
         if (e && e->ready)
             life->grace_ends_s = 0;
@@ -265,7 +269,7 @@ static int supervise(struct channel *c, struct lifetime *life, int signals) {
             start(c, life);
             continue;
         }
-        double next = now + 60;
+        double next = now + 1;
         if (e && life->kill_at_s > 0 && life->kill_at_s < next)
             next = life->kill_at_s;
         if (!ending && life->grace_ends_s > 0 && life->grace_ends_s < next)

@@ -78,8 +78,9 @@ static void begin_copy(struct channel *c, struct epoch *e, struct request *r, co
     copy->unique = r->unique;
     copy->clone = r->clone;
     r->state = REQUEST_COPYING;
+    r->copying_since_s = now_s();
     e->users++;
-    copy_begin(c, copy);
+    copy_begin(copy);
 }
 
 static void reply(struct channel *c, struct epoch *e, unsigned char *bytes, size_t length) {

@@ -162,6 +162,15 @@ void requests_fail_all(struct channel *c, int error) {
     }
 }
 
+/* Their copiers still sit in a read of a medium that does not answer; what they come back with is dropped. */
+void requests_give_up_copies(struct channel *c, double older_than_s) {
+    for (struct request *r = c->requests; r; r = r->next)
+        if (r->state == REQUEST_COPYING && !r->answered && r->copying_since_s < older_than_s) {
+            count(c, COUNT_FAILED_COPIES, 1);
+            request_answer(c, r, -EIO);
+        }
+}
+
 /* The daemon opened a file for a reader that was killed meanwhile: the kernel will never release that handle. */
 void request_made_release(struct channel *c, uint64_t nodeid, uint64_t fh) {
     struct {
