@@ -151,6 +151,7 @@ void request_send(struct channel *c, struct request *r);
 bool requests_flush(struct channel *c); /* whether some still wait for room in the socket */
 void requests_requeue(struct channel *c);
 void requests_fail_all(struct channel *c, int error);
+void requests_answer_releases(struct channel *c);
 void requests_give_up_copies(struct channel *c, double older_than_s);
 bool request_answer(struct channel *c, struct request *r, int error);
 void request_made_release(struct channel *c, uint64_t nodeid, uint64_t fh);

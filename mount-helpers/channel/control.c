@@ -164,6 +164,7 @@ static void file_drop(struct epoch *e, uint32_t serial, const unsigned char *bod
 static void list_handles(struct channel *c, struct epoch *e, uint32_t serial) {
     static uint64_t pairs[HANDLES_PER_MESSAGE][2];
     size_t bucket = 0, filled;
+    requests_answer_releases(c);
     while ((filled = inodes_list(c, pairs, HANDLES_PER_MESSAGE, &bucket)) > 0) {
         uint32_t number = (uint32_t)filled;
         send_message(e, CONTROL_HANDLES, serial, &number, sizeof number, pairs, filled * sizeof *pairs, -1);

@@ -79,7 +79,7 @@ enum control_type {
 };
 
 #define READ_MAGIC 0x44524654u
-#define READ_PARTS_MAX 128
+#define READ_PARTS_MAX 512
 #define SLOT_POOL 0xFFFFFFFFu
 #define LEASE_NONE 0xFFFFFFFFu
 #define FILE_SLOTS 4096u

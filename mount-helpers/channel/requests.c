@@ -162,6 +162,15 @@ void requests_fail_all(struct channel *c, int error) {
     }
 }
 
+/* A daemon that takes over learns which handles are open, not what was released while there was none. */
+void requests_answer_releases(struct channel *c) {
+    for (struct request *r = c->requests, *next; r; r = next) {
+        next = r->next;
+        if (r->opcode == OP_RELEASE && r->state == REQUEST_QUEUED)
+            request_answer(c, r, 0);
+    }
+}
+
 /* Their copiers still sit in a read of a medium that does not answer; what they come back with is dropped. */
 void requests_give_up_copies(struct channel *c, double older_than_s) {
     for (struct request *r = c->requests; r; r = r->next)

@@ -115,7 +115,7 @@ class Tierfs(Peer):
         self.mount = self.directory / "mount"
         self.warm = self.directory / "warm"
         self.hot = self.work.memory_path(self.name.replace(" ", "-")) if self.has_hot else None
-        self._pid: int | None = None
+        self._pids: list[int] = []  # the daemon and, in channel mode, its channel
 
     @property
     def file(self) -> Path:
@@ -125,7 +125,7 @@ class Tierfs(Peer):
         return [self.file, self.setting.large.path, *files_below(self.warm)]
 
     def pids(self) -> list[int]:
-        return [] if self._pid is None else [self._pid]
+        return self._pids
 
     def memory_tier(self) -> Path | None:
         return self.hot
@@ -189,8 +189,12 @@ class Tierfs(Peer):
             for pid in find_daemons(self.mount):
                 self.work.record(pid)
         took_s = monotonic() - start
-        self._pid = int(self.status()["daemon"]["pid"])
-        self.work.record(self._pid)
+        status = self.status()
+        self._pids = [int(status["daemon"]["pid"])]
+        if status["mode"] == "channel":
+            self._pids.append(int(status["channel"]["pid"]))
+        for pid in self._pids:
+            self.work.record(pid)
         return took_s
 
     def unmount_export(self) -> None:
@@ -206,7 +210,7 @@ class Tierfs(Peer):
         finally:
             unmount(self.mount)
             self.work.end(pids)
-            self._pid = None
+            self._pids = []
 
     def require_resident(self, tier: str) -> None:
         """Raises PeerFailed unless the tier holds the whole file."""
@@ -236,6 +240,39 @@ class TierfsWarm(Tierfs):
         return f"{counted['fetched_bytes']:,.0f} bytes came from the source" if counted["fetched_bytes"] else ""
 
 
+class TierfsWarmDirect(TierfsWarm):
+    """The same with every byte through Python: what channel mode is compared with."""
+
+    name = "tierfs warm, direct mode"
+    mount_options = ("--set", "mount.mode=direct")
+
+
+class TierFile(TierfsWarm):
+    """The object in the warm tier itself, past tierfs: what a passthrough open can reach at best."""
+
+    name = "tier file"
+
+    @property
+    def file(self) -> Path:
+        return max((self.warm / "objects").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else -1)
+
+    def start(self) -> None:
+        Tierfs.start(self)
+        self.mount_export()
+        self.tierfs("warm", str(self.mount / data.LARGE_NAME), timeout_s=300)
+        self.require_resident("warm")
+        self.unmount_export()
+
+    def prepare(self) -> None:
+        """Nothing runs beside it."""
+
+    def counters(self) -> dict[str, float]:
+        return {}
+
+    def objection(self, counted: dict[str, float]) -> str:
+        return ""
+
+
 class TierfsHot(Tierfs):
     """The whole file in the hot tier, on a tmpfs.
 
@@ -261,6 +298,8 @@ class TierfsHot(Tierfs):
         fill_by_reading(self.mount / data.CHASER_NAME)
 
     def objection(self, counted: dict[str, float]) -> str:
+        if self.status()["kernel"]["passthrough"]:
+            return "bytes came from the source" if counted["fetched_bytes"] else ""
         elsewhere = {name: value for name, value in counted.items() if name != "hot_hit_blocks" and value}
         if elsewhere or not counted["hot_hit_blocks"]:
             return "not from the hot tier alone: " + ", ".join(f"{name} {value:g}" for name, value in counted.items())

@@ -75,7 +75,7 @@ int main(int argc, char **argv) {
     unsigned long rounds = 0;
     for (; time(NULL) < end; rounds++) {
         /* On the heap and of its exact size, so that a byte too far is seen. */
-        uint8_t space[8192];
+        uint8_t space[16384];
         memset(space, 0, sizeof space);
         size_t length = well_formed(space);
         for (unsigned changes = number() % 4; changes > 0; changes--)

@@ -457,8 +457,8 @@ def test_directory_of_a_newer_version_is_refused(tmp_path: Path) -> None:
     async def test() -> None:
         async with running(warm(tmp_path)):
             pass
-        (tmp_path / "format").write_text("2\n")
-        with pytest.raises(TierFailed, match="format 2.*upgrade"):
+        (tmp_path / "format").write_text("3\n")
+        with pytest.raises(TierFailed, match="format 3.*upgrade"):
             await warm(tmp_path).run()
 
     run(test)

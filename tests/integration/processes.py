@@ -80,7 +80,7 @@ class Serve:
 
 
 class Mount:
-    """A tierfs that can be mounted; `warm` and `hot` are the lines of those tables."""
+    """A tierfs that can be mounted; `warm`, `hot` and `options` are the lines of those tables, and of mount's."""
 
     def __init__(
         self,
@@ -92,6 +92,8 @@ class Mount:
         extra: str = "",
         timeout: str = "10s",
         token_file: str = "",
+        mode: str = "direct",
+        options: str = "",
     ) -> None:
         self.path = work / "mnt"
         self.path.mkdir()
@@ -102,12 +104,16 @@ class Mount:
         text += f'token_file = "{token_file}"\n' if token_file else ""
         text += f"[warm]\n{warm}\n" if warm else ""
         text += f"[hot]\n{hot}\n" if hot else ""
+        text += f'[mount]\nmode = "{mode}"\n{options}\n'
         self.config.write_text(text + extra)
+        self.channel_pid = 0
 
     def mount(self) -> None:
         """Mount, as the command does."""
         tierfs("mount", self.config, self.path)
-        self.pid = int(self.status()["daemon"]["pid"])
+        status = self.status()
+        self.pid = int(status["daemon"]["pid"])
+        self.channel_pid = int(status["channel"]["pid"]) if status["mode"] == "channel" else 0
 
     def status(self) -> dict[str, Any]:
         """`tierfs status --json`."""
@@ -129,6 +135,10 @@ class Mount:
 
     def cleanup(self) -> None:
         """Whatever happened: no mount and no process stays."""
+        if self.channel_pid and runs(self.channel_pid):
+            tierfs("unmount", self.path, check=False)
+            if runs(self.channel_pid):
+                os.kill(self.channel_pid, signal.SIGKILL)
         subprocess.run(["umount", "-l", str(self.path)], capture_output=True, check=False)
         if self.pid and runs(self.pid):
             os.kill(self.pid, signal.SIGCONT)

@@ -171,7 +171,7 @@ def test_status_has_the_documented_keys(models: Path, serve: MakeServe, mount: M
 
 
 def test_kernel_limits_are_applied_and_told(models: Path, serve: MakeServe, mount: MakeMount) -> None:
-    mounted = mount(serve(models).url, extra='[mount]\nread_ahead = "2MiB"\nmax_background = 33\n')
+    mounted = mount(serve(models).url, options='read_ahead = "2MiB"\nmax_background = 33\n')
     kernel = mounted.status()["kernel"]
     assert (kernel["read_ahead_bytes"], kernel["max_background"], kernel["notes"]) == (2 << 20, 33, [])
     line = next(x for x in Path("/proc/self/mountinfo").read_text().splitlines() if f" {mounted.path} " in x)
@@ -179,7 +179,7 @@ def test_kernel_limits_are_applied_and_told(models: Path, serve: MakeServe, moun
 
 
 def test_owner_is_the_configured_one(models: Path, serve: MakeServe, mount: MakeMount) -> None:
-    mounted = mount(serve(models).url, extra="[mount]\nuid = 1234\ngid = 4321\n")
+    mounted = mount(serve(models).url, options="uid = 1234\ngid = 4321\n")
     status = (mounted.path / "m" / "model.bin").stat()
     assert (status.st_uid, status.st_gid) == (1234, 4321)
 

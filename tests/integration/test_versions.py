@@ -14,7 +14,7 @@ from tests.integration.processes import Mount, Serve, drop_caches, eventually
 pytestmark = pytest.mark.fuse
 
 BLOCK = 4 << 20
-OPTIONS = {"extra": '[mount]\nmetadata_ttl = "500ms"\n'}
+OPTIONS = {"options": 'metadata_ttl = "500ms"\n'}
 
 
 def replace(path: Path, data: bytes) -> None:
@@ -56,7 +56,7 @@ def test_an_old_version_the_source_no_longer_has_is_stale_not_other_bytes(
     file = root / "model.bin"
     file.write_bytes(random.Random(1).randbytes(8 * BLOCK))
     server = serve(root, "--set", "exports..rescan=200ms")
-    mounted = mount(server.url, extra='[readahead]\nwindow_max = "4MiB"\n' + OPTIONS["extra"])
+    mounted = mount(server.url, extra='[readahead]\nwindow_max = "4MiB"\n', **OPTIONS)
     with (mounted.path / "model.bin").open("rb", buffering=0) as held:
         want = file.read_bytes()[:4096]
         assert os.pread(held.fileno(), 4096, 0) == want
@@ -123,7 +123,7 @@ def test_an_index_that_is_published_last_never_names_a_missing_shard(
     (root / "index").write_text("0")
     (root / "shard-0").write_text("0")
     server = serve(root, "--set", "exports..rescan=50ms")
-    mounted = mount(server.url, extra='[mount]\nmetadata_ttl = "0s"\n')
+    mounted = mount(server.url, options='metadata_ttl = "0s"\n')
     stop = threading.Event()
     wrong: list[str] = []
     seen: set[int] = set()

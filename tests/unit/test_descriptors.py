@@ -79,3 +79,47 @@ def test_the_slower_of_two_openers_uses_the_other_s(fresh) -> None:  # type: ign
     assert descriptors.add("a", mine) is theirs
     assert not is_open(mine)
     assert theirs.users == 2
+
+
+class Lender:
+    """Remembers what was taken back, and whether it was open then."""
+
+    def __init__(self) -> None:
+        self.back: list[Lent] = []
+
+    async def lend(self, fd: int, size_bytes: int) -> None:
+        raise AssertionError
+
+    def take_back(self, lent: "Lent") -> None:
+        assert is_open(lent.opened)
+        self.back.append(lent)
+
+    async def offer(self, inode: int, lent: object) -> None:
+        raise AssertionError
+
+
+class Lent:
+    def __init__(self, slot: int, opened: OpenObject) -> None:
+        self.slot, self.generation, self.opened = slot, 7, opened
+
+
+def test_what_was_lent_is_taken_back_before_it_is_closed(fresh) -> None:  # type: ignore[no-untyped-def]
+    descriptors = Descriptors(2, on_idle=lambda opened: descriptors.take_back(opened))
+    lender = descriptors.lender = Lender()
+    lent = []
+    for slot, owner in enumerate("abcd"):
+        opened = descriptors.add(owner, fresh())
+        opened.lent = Lent(slot, opened)
+        lent.append(opened.lent)
+        assert descriptors.owner(Lent(slot, opened)) == owner
+        if owner != "d":
+            descriptors.give_back(opened)
+    assert lender.back == lent[:2]  # a and b made room
+    assert descriptors.owner(lent[0]) is None
+    assert descriptors.retire("d") is lent[3].opened
+    assert descriptors.owner(lent[3]) is None
+    assert lender.back == lent[:2]  # somebody holds d
+    descriptors.give_back(lent[3].opened)
+    assert lender.back == [*lent[:2], lent[3]]
+    descriptors.close()
+    assert lender.back == [*lent[:2], lent[3], lent[2]]

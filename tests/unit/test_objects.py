@@ -137,16 +137,16 @@ def test_second_owner_is_refused_until_the_first_is_gone(store: ObjectStore) -> 
     second.close()
 
 
-@pytest.mark.parametrize(("text", "reason"), [("2\n", "format 2"), ("999", "format 999"), ("one", "no version")])
+@pytest.mark.parametrize(("text", "reason"), [("3\n", "format 3"), ("999", "format 999"), ("one", "no version")])
 def test_other_format_is_refused(tmp_path: Path, text: str, reason: str) -> None:
     first = ObjectStore(tmp_path)
     first.open()
     first.close()
-    assert (tmp_path / "format").read_text() == "1\n"
+    assert (tmp_path / "format").read_text() == "2\n"
     (tmp_path / "format").write_text(text)
     with pytest.raises(TierFailed, match=reason):
         first.open()
-    (tmp_path / "format").write_text("1\n")
+    (tmp_path / "format").write_text("2\n")
     first.open()  # the refusal left no lock behind
     first.close()
 

@@ -156,3 +156,57 @@ def test_rows_that_make_no_sense_are_not_sound(change: dict[str, object]) -> Non
 def test_boot_id_is_the_kernel_s() -> None:
     assert boot_id() == boot_id()
     assert len(boot_id()) == 36
+
+
+def test_handed_out_survives_a_kill_and_later_blocks(tmp_path: Path) -> None:
+    residency = Residency(tmp_path / "r.db", boot="boot-1")
+    residency.open()
+    residency.commit([stored(A), stored(B)])
+    residency.hand_out(A)
+    for suffix in ("", "-wal"):  # what a killed process leaves
+        (tmp_path / f"killed.db{suffix}").write_bytes((tmp_path / f"r.db{suffix}").read_bytes())
+    killed = Residency(tmp_path / "killed.db", boot="boot-1")
+    assert {item.name: item.handed_out for item in killed.open().objects} == {A: True, B: False}
+    killed.close(clean=False)
+    residency.commit([stored(A, 4)])
+    with pytest.raises(sqlite3.Error):
+        residency.hand_out(C)
+    residency.close(clean=True)
+    with opened(tmp_path) as (_, found):
+        assert {item.name: item.handed_out for item in found.objects} == {A: True, B: False}
+
+
+# As format 1 made it; written down here, since what old directories hold does not change any more.
+_FORMAT_1 = """
+CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID, STRICT;
+CREATE TABLE objects (
+    id INTEGER PRIMARY KEY, name BLOB NOT NULL UNIQUE, key BLOB NOT NULL, size_bytes INTEGER NOT NULL,
+    block_bytes INTEGER NOT NULL, path BLOB NOT NULL, model BLOB NOT NULL, model_bytes INTEGER NOT NULL,
+    last_use_s REAL NOT NULL, mtime_ns INTEGER NOT NULL DEFAULT 0, ctime_ns INTEGER NOT NULL DEFAULT 0) STRICT;
+CREATE TABLE aliases (alias BLOB PRIMARY KEY, object INTEGER NOT NULL) WITHOUT ROWID, STRICT;
+CREATE INDEX aliases_object ON aliases (object);
+CREATE TABLE blocks (
+    object INTEGER NOT NULL, block INTEGER NOT NULL, digest BLOB NOT NULL, verified INTEGER NOT NULL,
+    PRIMARY KEY (object, block)) WITHOUT ROWID, STRICT;
+CREATE TABLE models (
+    model BLOB PRIMARY KEY, loads REAL NOT NULL, counted_s REAL NOT NULL, last_use_s REAL NOT NULL
+    ) WITHOUT ROWID, STRICT;
+"""
+
+
+def test_database_of_format_1_is_migrated_with_all_it_holds(tmp_path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(tmp_path / "r.db")) as db, db:
+        db.executescript(_FORMAT_1)
+        db.execute("INSERT INTO meta VALUES ('boot', 'boot-1'), ('clean', '1')")
+        db.execute("INSERT INTO objects VALUES (5, ?, ?, 40960, 4096, x'70', x'6d', 99, 1.5, 11, 12)", (A, B))
+        db.execute("INSERT INTO blocks VALUES (5, 3, ?, 1)", (DIGEST,))
+    for _ in range(2):  # the second run finds it migrated
+        with opened(tmp_path) as (_, found):
+            assert found.replaced == ""
+            (item,) = found.objects
+            assert (item.name, item.key, item.stamp, item.handed_out) == (A, B, (11, 12), False)
+            assert (item.blocks, item.verified, item.last_use_s) == ([(3, DIGEST)], [3], 1.5)
+    with opened(tmp_path) as (residency, _):
+        residency.hand_out(A)
+    with opened(tmp_path) as (_, found):
+        assert found.objects[0].handed_out

@@ -5,13 +5,16 @@
                  └─ content ids ─► block cache ─► tiers (hot, warm)
     control socket: status, where, warm, stop
 
+In channel mode `tierfs-channel` owns the mount and started this process (fuse/channel.py): it mounts when asked, and
+while another daemon follows this one (``epoch`` > 1) the mount, and what readers have open, stay.
+
 Order of stopping: unmount (lazily, so that readers see an end at once), then the request loop, then the tiers, which
 write their clean-stop mark. A watchdog ends the process if a stuck disk or source keeps that from finishing.
 """
 
+import contextlib
 import ctypes
 import gc
-import hashlib
 import logging
 import os
 import signal
@@ -24,9 +27,10 @@ from pathlib import Path
 
 import trio
 
+from tierfs.app import launch
 from tierfs.app.limits import raise_descriptor_limit
 from tierfs.app.secrets import client_tls
-from tierfs.blocks.errors import ConfigError, MountFailed, SourceUnavailable, TierfsError, first
+from tierfs.blocks.errors import ConfigError, ControlError, MountFailed, SourceUnavailable, TierfsError, first
 from tierfs.blocks.ids import VersionId
 from tierfs.blocks.units import format_bytes
 from tierfs.cache.block_cache import BlockCache
@@ -42,6 +46,7 @@ from tierfs.control import socket as control_socket
 from tierfs.fs.filesystem import Filesystem
 from tierfs.fs.inodes import Inodes
 from tierfs.fs.tree import Tree
+from tierfs.fuse.channel import Channel
 from tierfs.fuse.kernel import KernelLimits, apply_limits, mount_at
 from tierfs.fuse.operations import Operations, Presentation
 from tierfs.fuse.session import Session
@@ -50,6 +55,7 @@ from tierfs.tiers.directory import DirectorySource
 from tierfs.tiers.interface import LocalTier, Source
 from tierfs.tiers.local import DirectoryTier
 from tierfs.tiers.remote import RemoteSource
+from tierfs.wire.channel import PARTS_MAX
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +63,9 @@ _MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8  # umount2(2)
 _BLOCKS_MIN = 16
 _REMEMBERED_AFTER_S = 5.0  # how long a start waits for the source when it has a remembered publication
 _STOP_LIMIT_S = 8.0  # after this the watchdog ends the process; the promise is 10 s
+_UNMOUNTED_S = 2.0  # the channel unmounts when it is told that the mount shall end
+_READ_PAGES = 256  # of the kernel's largest read, unless fs.fuse.max_pages_limit says something else
+_READ_PAGES_MAX = 1024  # the channel asks for no more
 _CONTENT_BATCH_S = 1.0  # content ids arrive one by one while the server digests
 
 
@@ -66,10 +75,11 @@ def unmount_dead(mountpoint: str) -> None:
     A daemon that is just starting or ending there is waited for, up to the time an ending one gives itself.
     """
     deadline_s = time.monotonic() + _STOP_LIMIT_S + 2
-    while any(record.alive for record in registry.records() if record.mountpoint == mountpoint):
-        mounted = mount_at(mountpoint) is not None
+    while living := [one for one in registry.records() if one.mountpoint == mountpoint and one.running]:
+        # A daemon without its channel ends by itself, and its mount is dead already.
+        mounted = mount_at(mountpoint) is not None and any(record.alive for record in living)
         if mounted or time.monotonic() > deadline_s:
-            pid = next((one.pid for one in registry.records() if one.mountpoint == mountpoint and one.alive), 0)
+            pid = next((one.pid for one in registry.records() if one.mountpoint == mountpoint and one.running), 0)
             if pid:
                 what = "already mounted by" if mounted else "being mounted or unmounted by"
                 raise MountFailed(f"{mountpoint} is {what} the daemon with pid {pid}")
@@ -95,6 +105,12 @@ def detach(mountpoint: str) -> None:
         raise MountFailed(f"cannot unmount {mountpoint}: {error}") from error
     if done.returncode != 0 and mount_at(mountpoint) is not None:
         raise MountFailed(f"cannot unmount {mountpoint}: {done.stderr.strip()}")
+
+
+def clear_the_way(config: MountConfig, mountpoint: str) -> None:
+    """What must be done, or refused, before anything is mounted there. Raises MountFailed."""
+    unmount_dead(mountpoint)
+    check_places(config, mountpoint)
 
 
 def check_places(config: MountConfig, mountpoint: str) -> None:
@@ -125,42 +141,60 @@ def check_places(config: MountConfig, mountpoint: str) -> None:
 
 def tier_paths(config: MountConfig) -> list[str]:
     """All directories of the local tiers."""
-    paths = [str(path) for path in config.warm.directories] if config.warm else []
-    return paths + ([str(config.hot.path)] if config.hot else [])
+    return [str(path) for path in launch.tier_directories(config)]
 
 
 def mount(
-    config: MountConfig, mountpoint: str, *, config_path: str, log_file: str, ready: Callable[[str], None]
+    config: MountConfig,
+    mountpoint: str,
+    *,
+    channel: Channel | None,
+    config_path: str,
+    options: list[str],
+    log_file: str,
+    ready: Callable[[str], None],
 ) -> None:
     """Mount and serve until unmounted or told to stop (SIGTERM, SIGINT, the control socket).
+
+    ``channel`` is what started this process, if a channel did: the mount is then the channel's, and being told to stop
+    by a signal or by the channel leaves it there for the next daemon.
 
     ``ready`` is called once readers may come, with what a person should know all the same, or nothing. Raises a
     TierfsError when the mount cannot be made.
     """
     raise_descriptor_limit()
-    unmount_dead(mountpoint)
-    check_places(config, mountpoint)
+    if channel is None or channel.epoch == 1:
+        clear_the_way(config, mountpoint)
     try:
-        trio.run(_Mount(config, mountpoint, config_path, log_file, ready).run)
+        trio.run(_Mount(config, mountpoint, channel, config_path, options, log_file, ready).run)
     except* TierfsError as group:
         raise first(group) from group
     finally:
-        registry.remove(mountpoint)
+        if channel is None or mount_at(mountpoint) is None:
+            registry.remove(mountpoint)
 
 
 class _Mount:
     def __init__(
-        self, config: MountConfig, mountpoint: str, config_path: str, log_file: str, ready: Callable[[str], None]
+        self,
+        config: MountConfig,
+        mountpoint: str,
+        channel: Channel | None,
+        config_path: str,
+        options: list[str],
+        log_file: str,
+        ready: Callable[[str], None],
     ) -> None:
         self._config = config
         self._mountpoint = mountpoint
+        self._channel = channel
         self._config_path = config_path
+        self._options = options
         self._log_file = log_file
         self._ready = ready
         self._stopping = trio.Event()
         self._note = ""
-        name = hashlib.sha256(os.fsencode(f"{config.source.url} {mountpoint}")).hexdigest()[:16]
-        self._state = Path(config.state_dir) / "mounts" / name
+        self._state = launch.state_directory(config, mountpoint)
         try:
             self._state.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -171,6 +205,10 @@ class _Mount:
         config = self._config
         async with trio.open_nursery() as outer:
             outer.start_soon(self._signals, outer.cancel_scope)
+            if self._channel is not None:
+                self._channel.on_gone = self._channel.on_stop = lambda: self._end(outer.cancel_scope)
+                await outer.start(_running, self._channel)
+                await self._channel.hello()
             source = make_source(config)
             await outer.start(_running, source)
             publication = await self._first_publication(source)
@@ -185,6 +223,10 @@ class _Mount:
             tree = await trio.to_thread.run_sync(Tree, publication.catalog, inodes)
             gc.freeze()  # the tree is large, lives on, and has no cycles: collections need not walk it
             tiers = make_tiers(config, block_bytes)
+            if self._channel is not None:
+                check_block_size(block_bytes)
+                for tier in tiers:
+                    tier.lender = self._channel
             for tier in tiers:
                 await outer.start(_running, tier)
                 if tier.mapped and tier.statistics().kind == "directory":
@@ -198,6 +240,10 @@ class _Mount:
                 source_timeout_s=config.source.timeout,
                 hot_admission=config.hot.admit if config.hot else "first",
             )
+            if self._channel is not None:
+                await self._channel.set_pool(pool)
+                pool.sweep = self._channel.sweep
+                self._channel.on_read_failed = cache.failed
             cache.learn(publication.contents)
             await outer.start(_running, cache)
             prefetcher = Prefetcher(cache, bytes_per_s=config.readahead.rate_max)
@@ -225,15 +271,22 @@ class _Mount:
             gid=os.getegid() if options.gid is None else options.gid,
             metadata_ttl_s=options.metadata_ttl,
         )
-        operations = Operations(filesystem, presentation)
+        channel = self._channel
+        operations = Operations(filesystem, presentation, channel)
+        if channel is not None and channel.epoch > 1:
+            for inode, opens in (await channel.handles()).items():
+                filesystem.adopt(inode, opens)
         async with AsyncExitStack() as stack:
             self._register()
-            session = stack.enter_context(Session(operations, self._mountpoint, allow_other=options.allow_other))
+            session = stack.enter_context(
+                Session(operations, self._mountpoint, allow_other=options.allow_other, channel=channel)
+            )
             nursery = await stack.enter_async_context(trio.open_nursery())
             daemon = commands.Daemon(
                 mountpoint=self._mountpoint,
                 started=time.time(),
-                mode_reason="this version has direct mode only",
+                mode_reason=self._mode_reason(),
+                channel=channel,
                 memory_limit_bytes=self._config.memory.limit,
                 filesystem=filesystem,
                 prefetcher=prefetcher,
@@ -241,16 +294,20 @@ class _Mount:
                 kernel=KernelLimits(),
                 stop=self._stopping.set,
             )
+            registry.socket_path(self._mountpoint).unlink(missing_ok=True)  # of a daemon before this one
             await nursery.start(control_socket.serve, registry.socket_path(self._mountpoint), commands.handlers(daemon))
             nursery.start_soon(self._stop_when_told, session, nursery.cancel_scope)
             nursery.start_soon(self._announce, daemon)
             await session.serve()
-            log.info("unmounted mountpoint=%s", self._mountpoint)
+            log.info("session_ended mountpoint=%s" if channel else "unmounted mountpoint=%s", self._mountpoint)
             _watchdog()
             nursery.cancel_scope.cancel()
 
     async def _announce(self, daemon: commands.Daemon) -> None:
         options = self._config.mount
+        if self._channel is not None:
+            await self._mount_by_channel(self._channel)
+            return
         # The kernel resets its limits when it takes the INIT reply: look through the mount once, so that this is over.
         await trio.to_thread.run_sync(os.statvfs, self._mountpoint, abandon_on_cancel=True)
         daemon.kernel = apply_limits(
@@ -261,9 +318,21 @@ class _Mount:
         log.info("mounted mountpoint=%s source=%s", self._mountpoint, self._config.source.url)
         self._ready(self._note)
 
+    async def _mount_by_channel(self, channel: Channel) -> None:
+        await channel.mount()
+        if channel.epoch > 1:
+            log.info("taken_over mountpoint=%s epoch=%d", self._mountpoint, channel.epoch)
+            return
+        # An answer through the mount says that the INIT is over. Another user than the mount's may get none.
+        with contextlib.suppress(OSError):
+            await trio.to_thread.run_sync(os.statvfs, self._mountpoint, abandon_on_cancel=True)
+        log.info("mounted mountpoint=%s source=%s by=channel", self._mountpoint, self._config.source.url)
+        self._ready(self._note)
+
     def _register(self) -> None:
         """Before the mount is there: another command must not take it for one whose daemon is dead."""
-        pid = os.getpid()
+        daemon = os.getpid()
+        pid = daemon if self._channel is None else self._channel.pid
         registry.write(
             registry.Record(
                 mountpoint=self._mountpoint,
@@ -272,6 +341,9 @@ class _Mount:
                 socket=str(registry.socket_path(self._mountpoint)),
                 config=self._config_path,
                 log_file=self._log_file,
+                daemon_pid=0 if self._channel is None else daemon,
+                daemon_started=0 if self._channel is None else registry.process_start(daemon),
+                options=self._options,
             )
         )
 
@@ -279,17 +351,37 @@ class _Mount:
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as received:
             async for number in received:
                 log.info("signal number=%d", number)
+                if self._channel is not None:
+                    self._end(scope)
+                    continue
                 self._stopping.set()
                 _watchdog()
                 if mount_at(self._mountpoint) is None:
                     scope.cancel()  # still starting
 
+    def _mode_reason(self) -> str:
+        if self._channel is None:
+            return launch.plan(self._config).reason
+        return f'mount.mode is "{self._config.mount.mode}" and {launch.PROGRAM} is installed'
+
+    def _end(self, scope: trio.CancelScope) -> None:
+        """End this daemon and leave the mount to its channel."""
+        log.info("daemon_ends mountpoint=%s", self._mountpoint)
+        _watchdog()
+        scope.cancel()
+
     async def _stop_when_told(self, session: Session, scope: trio.CancelScope) -> None:
         await self._stopping.wait()
         _watchdog()
         try:
-            await trio.to_thread.run_sync(detach, self._mountpoint)
-        except MountFailed as error:
+            if self._channel is None:
+                await trio.to_thread.run_sync(detach, self._mountpoint)
+            else:
+                await self._channel.stopping(unmount=True)
+                with trio.move_on_after(_UNMOUNTED_S):
+                    while mount_at(self._mountpoint) is not None:  # noqa: ASYNC110 - the kernel's table is only looked at
+                        await trio.sleep(0.01)
+        except (MountFailed, ControlError) as error:
             log.warning("unmount_failed error=%s", error)
         session.stop()
         scope.cancel()  # readers that wait for the source get an error from the kernel when the session closes
@@ -344,6 +436,20 @@ class _Mount:
             await trio.sleep(_CONTENT_BATCH_S)
 
 
+def check_block_size(block_bytes: int) -> None:
+    """Refuse blocks of which the kernel's largest read touches more than the channel takes. Raises MountFailed."""
+    try:
+        pages = int(Path("/proc/sys/fs/fuse/max_pages_limit").read_text())
+    except (OSError, ValueError):
+        pages = _READ_PAGES
+    read_bytes = min(pages, _READ_PAGES_MAX) * 4096
+    if read_bytes // block_bytes + 1 > PARTS_MAX:
+        raise MountFailed(
+            f"the export's blocks of {format_bytes(block_bytes)} are too small for the channel: serve it with larger"
+            ' ones, or set mount.mode = "direct"'
+        )
+
+
 def source_directory(config: MountConfig) -> Path | None:
     """The directory of a ``dir:`` source; None where the source is remote."""
     source = addresses.parse_source_url(config.source.url)
@@ -373,9 +479,9 @@ def make_source(config: MountConfig) -> Source:
     )
 
 
-def make_tiers(config: MountConfig, block_bytes: int) -> list[LocalTier]:
+def make_tiers(config: MountConfig, block_bytes: int) -> list[DirectoryTier]:
     """Hot, then warm, as far as they are configured."""
-    tiers: list[LocalTier] = []
+    tiers: list[DirectoryTier] = []
     # Blocks that wait to be written hold buffers of the pool; a quarter of it is the most they may take.
     queue_limit = config.memory.limit // 4
     if config.hot:
@@ -405,7 +511,9 @@ def make_tiers(config: MountConfig, block_bytes: int) -> list[LocalTier]:
     return tiers
 
 
-async def _running(part: Source | LocalTier | BlockCache | Prefetcher, *, task_status: "trio.TaskStatus[None]") -> None:
+async def _running(
+    part: Source | LocalTier | BlockCache | Prefetcher | Channel, *, task_status: "trio.TaskStatus[None]"
+) -> None:
     await part.run(task_status=task_status)
 
 

@@ -23,7 +23,7 @@ What must hold:
 
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -36,7 +36,7 @@ from tierfs.cache.buffers import BlockLease, Buffer, BufferPool
 from tierfs.cache.inflight import Load, Slots
 from tierfs.cache.memory import BlockKey, BlockMemory, MemoryBlock
 from tierfs.policy.admission import HotAdmission, Mode
-from tierfs.tiers.interface import LocalTier, ObjectFacts, Offer, Source
+from tierfs.tiers.interface import LentFile, LocalTier, ObjectFacts, Offer, Part, Source
 
 log = logging.getLogger(__name__)
 
@@ -238,6 +238,89 @@ class BlockCache:
         block = await self._wait(file, key, span.block)
         return self._serve((key, span.block), block, span)
 
+    async def locate(self, file: FileFacts, span: Span, *, sequential: bool) -> Part:
+        """Where that span lies: in the pool, or in a tier's file. The caller releases the part's hold once.
+
+        Decides, waits and raises as the reads do. Cancelling the reader leaves the load running for the others.
+        """
+        key = self.key(file.version)
+        found = self.memory.get((key, span.block))
+        if found is not None:
+            self.statistics.memory_hit_blocks += 1
+            return self._place((key, span.block), found, span)
+        tier = self._nearest(key, span.block)
+        if tier is not None and (tier.mapped or not sequential):
+            part = await self._locate(tier, key, span)
+            if part is not None:
+                return part
+            key = self.key(file.version)  # look again: it may have become known, and loaded, meanwhile
+            found = self.memory.get((key, span.block))
+            if found is not None:
+                return self._place((key, span.block), found, span)
+        if sequential:
+            self.on_wait()
+        block = await self._wait(file, key, span.block)
+        return self._place((key, span.block), block, span)
+
+    def _place(self, key: BlockKey, block: MemoryBlock, span: Span) -> Part:
+        self._serve(key, block, span)
+        block.buffer.hold()
+        return Part(None, block.buffer.offset_bytes + span.start_bytes, span.length_bytes, block.buffer)
+
+    async def _locate(self, tier: LocalTier, key: ObjectKey, span: Span) -> Part | None:
+        """tier.locate, but a disk that does not answer holds a task of the cache, not the reader."""
+        found: list[Part | None] = []
+        gone = False
+
+        async def locate() -> None:
+            part = await tier.locate(key, span)
+            if gone and part is not None:
+                part.hold.release()
+            else:
+                found.append(part)
+
+        try:
+            await self._in_nursery(locate, what=f"tier={tier.name} block={span.block}")
+        except BaseException:
+            gone = True
+            for part in found:
+                if part is not None:
+                    part.hold.release()
+            raise
+        return found[0] if found else None
+
+    async def whole(self, file: FileFacts) -> LentFile | None:
+        """The file as one object that may be read without us, from the nearest tier that has all of it."""
+        for tier in self.tiers:
+            lent = await tier.whole(self.key(file.version))
+            if lent is not None:
+                return lent
+        return None
+
+    async def failed(self, lent: LentFile | None, offset_bytes: int, error_number: int) -> None:
+        """Reading a lent file failed there: its tier deals with it. None: it was the pool, which has no medium."""
+        if lent is None:
+            return
+        for tier in self.tiers:
+            await tier.failed(lent, offset_bytes, error_number)
+
+    async def _in_nursery(self, work: Callable[[], Awaitable[None]], *, what: str) -> None:
+        """Run it as a task of the cache and wait for it; a reader that is cancelled leaves it running."""
+        if self._nursery is None:
+            raise SourceUnavailable("the daemon is stopping")
+        done = trio.Event()
+
+        async def run() -> None:
+            try:
+                await work()
+            except Exception:  # a bug in one read must not take the mount with it
+                log.exception("read_ended_by_bug %s", what)
+            finally:
+                done.set()
+
+        self._nursery.start_soon(run)
+        await done.wait()
+
     def _nearest(self, key: ObjectKey, block: int) -> LocalTier | None:
         """The nearest tier that has the block, unless it is on its way into memory."""
         if (key, block) in self._loads:
@@ -249,21 +332,12 @@ class BlockCache:
 
     async def _read_span(self, tier: LocalTier, key: ObjectKey, span: Span) -> memoryview | bytes | bytearray | None:
         """tier.read_span, but a disk that does not answer holds a task of the cache, not the reader."""
-        if self._nursery is None:
-            raise SourceUnavailable("the daemon is stopping")
-        done = trio.Event()
         found: list[memoryview | bytes | bytearray | None] = []
 
         async def read() -> None:
-            try:
-                found.append(await tier.read_span(key, span))
-            except Exception:  # a bug in one read must not take the mount with it
-                log.exception("read_ended_by_bug tier=%s block=%d", tier.name, span.block)
-            finally:
-                done.set()
+            found.append(await tier.read_span(key, span))
 
-        self._nursery.start_soon(read)
-        await done.wait()
+        await self._in_nursery(read, what=f"tier={tier.name} block={span.block}")
         return found[0] if found else None
 
     async def load(self, file: FileFacts, block: int) -> MemoryBlock:

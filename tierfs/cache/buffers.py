@@ -8,6 +8,7 @@ A slot is free, or it is held by a Buffer. A Buffer counts its holders (the memo
 last one to release it frees the slot.
 """
 
+import fcntl
 import mmap
 import os
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from collections.abc import Callable
 import trio
 
 from tierfs.blocks.errors import NoBuffer
+
+_SWEEP_S = 0.002
 
 
 class Buffer:
@@ -27,6 +30,11 @@ class Buffer:
         self._holders = 1
         self.index = index
         self.view = view
+
+    @property
+    def offset_bytes(self) -> int:
+        """Where the slot begins in the pool's memory file."""
+        return self.index * self._pool.block_bytes
 
     @property
     def holders(self) -> int:
@@ -66,6 +74,7 @@ class BlockLease:
 class BufferPool:
     """``limit_bytes`` of memory as slots of ``block_bytes``.
 
+    ``sweep`` looks whether others (the channel) are done with what they hold; True if some were.
     ``reclaim`` frees the slot that is worth least, if there is one; ``recycle`` the same, but only what is used up.
     Slots used up are taken before slots never used: their pages are there already, and still in the processor's
     cache, which makes a cold sequential read about twice as fast as cycling through the whole pool.
@@ -76,12 +85,13 @@ class BufferPool:
         self.block_bytes = block_bytes
         self.reclaim: Callable[[], bool] = lambda: False
         self.recycle: Callable[[], bool] = lambda: False
-        descriptor = os.memfd_create("tierfs-pool", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(descriptor, self.slots * block_bytes)
-            self._memory = mmap.mmap(descriptor, self.slots * block_bytes, mmap.MAP_SHARED)
-        finally:
-            os.close(descriptor)
+        self.sweep: Callable[[], bool] = lambda: False
+        self.size_bytes = self.slots * block_bytes
+        self.fd = os.memfd_create("tierfs-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, self.size_bytes)
+        # Whoever else maps it must not be hurt by a file that shrinks.
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        self._memory = mmap.mmap(self.fd, self.size_bytes, mmap.MAP_SHARED)
         self._view = memoryview(self._memory)
         self._free = list(range(self.slots - 1, -1, -1))  # a stack: the slot freed last is taken first
         self._touched = 0
@@ -100,6 +110,8 @@ class BufferPool:
     def acquire_nowait(self) -> Buffer | None:
         """A buffer, if one is free or can be freed at once."""
         fresh = not self._free or self._free[-1] >= self._touched
+        if fresh:
+            self.sweep()
         if fresh and not self.recycle() and not self._free and not self.reclaim():
             return None
         index = self._free.pop()
@@ -114,7 +126,9 @@ class BufferPool:
             return buffer
         with trio.move_on_after(timeout_s):
             while True:
-                await self._waiters.park()
+                # The channel is done with a reply when it says so in shared memory, which wakes nobody.
+                with trio.move_on_after(_SWEEP_S):
+                    await self._waiters.park()
                 buffer = self.acquire_nowait()
                 if buffer is not None:
                     return buffer

@@ -3,7 +3,7 @@
 import typer
 
 from tierfs import __version__
-from tierfs.cli import mount, serve, status, warm, where
+from tierfs.cli import mount, restart, serve, status, warm, where
 
 app = typer.Typer(
     help="Model weights from the nearest tier.",
@@ -15,6 +15,7 @@ app = typer.Typer(
 app.command("serve")(serve.serve)
 app.command("mount")(mount.mount)
 app.command("unmount")(mount.unmount)
+app.command("restart")(restart.restart)
 app.command("status")(status.status)
 app.command("warm")(warm.warm)
 app.command("where")(where.where)

@@ -1,7 +1,8 @@
 """`tierfs mount CONFIG MOUNTPOINT` and `tierfs unmount MOUNTPOINT`.
 
 Mounting starts a daemon: a child process of its own session that runs the same command with --foreground and writes
-one line to a pipe, "ready" or what is wrong. The command returns when that line is there.
+one line to a pipe, "ready" or what is wrong. The command returns when that line is there. In channel mode
+`tierfs-channel` is put in front of that command (app/launch), and in the foreground this process becomes the channel.
 """
 
 import contextlib
@@ -14,17 +15,19 @@ import sys
 import time
 import tomllib
 from pathlib import Path
-from typing import Annotated
+from typing import IO, Annotated
 
 import typer
 
-from tierfs.app import logs
+from tierfs.app import launch, logs
 from tierfs.app import mount as app_mount
 from tierfs.blocks.errors import ControlError, MountFailed, TierfsError
 from tierfs.cli.errors import one_line
 from tierfs.config.load import load_mount_config
+from tierfs.config.schema import MountConfig
 from tierfs.control import registry
 from tierfs.control.socket import ask
+from tierfs.fuse.channel import Channel
 from tierfs.fuse.kernel import mount_at
 
 _START_MARGIN_S = 60.0  # beyond source.timeout: opening the tiers and verifying their index
@@ -42,12 +45,16 @@ def mount(
     with one_line():
         place = _absolute(mountpoint)
         settings = load_mount_config(config, overrides(option))
-        state = Path(settings.state_dir)
-        log_file = str(settings.log.file or state / "log" / f"{registry.record_path(place).stem}.log")
+        log_file = str(launch.log_path(settings, place))
         if not foreground:
-            _start_daemon(config, place, option or [], settings.source.timeout, log_file)
+            _start_daemon(settings, config, place, option or [], log_file)
             return
         daemon = ready_fd >= 0
+        if not daemon and not launch.under_a_channel():
+            _become_channel(settings, config, place, option or [])
+        channel = Channel.from_environment()
+        if channel is not None and channel.epoch > 1:
+            ready_fd = -1  # the first daemon has answered
         waiting = _Waiting(ready_fd)
         try:
             logs.start(
@@ -58,7 +65,9 @@ def mount(
             app_mount.mount(
                 settings,
                 place,
+                channel=channel,
                 config_path=str(config.absolute()),
+                options=option or [],
                 log_file=log_file if daemon else "",
                 ready=lambda note: waiting.tell(f"ready {note}"),
             )
@@ -80,15 +89,8 @@ def unmount(mountpoint: Annotated[str, typer.Argument(help="Where the tierfs is 
         if not found and (entry is None or entry.file_system != "fuse.tierfs"):
             raise MountFailed(f"no tierfs is mounted at {place}")
         for record in found:
-            if record.alive:
-                try:
-                    list(ask(record, "stop", timeout_s=2.0))
-                except ControlError:
-                    app_mount.detach(place)
-                if not _ended(record, _STOP_S):
-                    os.kill(record.pid, signal.SIGKILL)  # a crash it is made for; what hangs would keep it for ever
-                    if not _ended(record, 1.0):
-                        raise MountFailed(f"the daemon (pid {record.pid}) has not ended; its log: {record.log_file}")
+            if record.running:
+                _end_daemon(record, place)
         app_mount.unmount_dead(place)
 
 
@@ -113,45 +115,119 @@ def _absolute(mountpoint: str) -> str:
     return place if mount_at(place) is not None else os.path.realpath(place)
 
 
-def _start_daemon(config: Path, place: str, options: list[str], timeout_s: float, log_file: str) -> None:
-    receive, send = os.pipe()
+def _daemon_command(config: Path, place: str, options: list[str], ready_fd: int | None) -> list[str]:
     command = [sys.executable, "-m", "tierfs.cli.main", "mount", str(config.absolute()), place, "--foreground"]
-    command += ["--ready-fd", str(send)]
+    if ready_fd is not None:
+        command += ["--ready-fd", str(ready_fd)]
     for option in options:
         command += ["--set", option]
-    try:
-        child = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            pass_fds=[send],
-            start_new_session=True,
-            cwd="/",
-            env={**os.environ, "PYTHONPATH": _import_path()},
-        )
-    finally:
-        os.close(send)
-    with os.fdopen(receive, "rb") as pipe:
-        readable, _, _ = select.select([pipe], [], [], timeout_s + _START_MARGIN_S)
-        line = pipe.readline().decode().strip() if readable else ""
-    if line.startswith("ready"):
-        note = line.removeprefix("ready").strip()
-        if note:
-            print(f"tierfs: mounted, but {note}", file=sys.stderr)
+    return command
+
+
+def _become_channel(settings: MountConfig, config: Path, place: str, options: list[str]) -> None:
+    """Replace this process by the channel, which starts this same command below it; returns in direct mode."""
+    program = launch.plan(settings).program
+    if program is None:
         return
-    if readable and not line:
-        assert child.stderr is not None
-        line = child.stderr.read().decode(errors="replace").strip().rpartition("\n")[2]
-    child.terminate()
-    raise MountFailed(line or f"the daemon is not ready after {timeout_s + _START_MARGIN_S:g} s; its log: {log_file}")
+    app_mount.clear_the_way(settings, place)
+    launch.prepare(settings, place)
+    command = launch.command(program, settings, place, _daemon_command(config, place, options, None))
+    try:
+        os.execve(program, command, {**os.environ, **launch.environment(settings)})
+    except OSError as error:
+        raise MountFailed(f"cannot run {program}: {error.strerror}") from error
 
 
-def _import_path() -> str:
-    """Where this tierfs was imported from, so that the daemon is the same one wherever it is started."""
-    root = str(Path(__file__).parents[2])
-    others = os.environ.get("PYTHONPATH", "")
-    return f"{root}{os.pathsep}{others}" if others else root
+def _start_daemon(settings: MountConfig, config: Path, place: str, options: list[str], log_file: str) -> None:
+    program = launch.plan(settings).program
+    receive, send = os.pipe()
+    try:
+        command = _daemon_command(config, place, options, send)
+        # A channel outlives this command and may have something to say any time, so that a pipe would not do.
+        errors: IO[bytes] | None = None
+        start = 0
+        if program is not None:
+            app_mount.clear_the_way(settings, place)
+            launch.prepare(settings, place)
+            command = launch.command(program, settings, place, command, keep_fd=send)
+            errors = _errors_file(settings, place)
+            start = errors.seek(0, os.SEEK_END)
+        with errors or contextlib.nullcontext():
+            child = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors or subprocess.PIPE,
+                pass_fds=[send],
+                start_new_session=True,
+                cwd="/",
+                env={**os.environ, **launch.environment(settings)},
+            )
+            os.close(send)
+            send = -1
+            line = _first_line(receive, settings.source.timeout + _START_MARGIN_S)
+            if line is not None and line.startswith("ready"):
+                note = line.removeprefix("ready").strip()
+                if note:
+                    print(f"tierfs: mounted, but {note}", file=sys.stderr)
+                return
+            if line == "":
+                # What it says while it ends is there once it has ended.
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(_STOP_S)
+                if errors is not None:
+                    errors.seek(start)
+                words = errors or child.stderr
+                assert words is not None
+                line = words.read().decode(errors="replace").strip().rpartition("\n")[2]
+                line = line or f"the daemon ended (status {child.poll()}) and did not say why; its log: {log_file}"
+            child.terminate()
+    except OSError as error:
+        raise MountFailed(f"the daemon cannot be started: {error}") from error
+    finally:
+        if send >= 0:
+            os.close(send)
+    waited = settings.source.timeout + _START_MARGIN_S
+    raise MountFailed(line or f"the daemon is not ready after {waited:g} s; its log: {log_file}")
+
+
+def _first_line(receive: int, timeout_s: float) -> str | None:
+    """The line the daemon sends; empty when it ended without one, None when there is none in time."""
+    with os.fdopen(receive, "rb") as pipe:
+        readable, _, _ = select.select([pipe], [], [], timeout_s)
+        return pipe.readline().decode().strip() if readable else None
+
+
+def _errors_file(settings: MountConfig, place: str) -> IO[bytes]:
+    """Where a channel in the background, and what it starts, write their last words."""
+    path = launch.log_path(settings, place)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.with_suffix(".channel.log").open("ab+")
+
+
+def _end_daemon(record: registry.Record, place: str) -> None:
+    """End the owner of a mount: politely, then by the owner's own means, then for good. Raises MountFailed."""
+    try:
+        list(ask(record, "stop", timeout_s=2.0))
+    except ControlError:
+        if record.channel:
+            _kill(record.pid, signal.SIGTERM, record.alive)  # it unmounts, whatever its daemon does
+        else:
+            app_mount.detach(place)
+    if _ended(record, _STOP_S):
+        return
+    # A crash is what they are made for; what hangs would keep the mount for ever.
+    _kill(record.pid, signal.SIGKILL, record.alive)
+    _kill(record.daemon_pid, signal.SIGKILL, record.channel and record.daemon_alive)
+    if not _ended(record, 1.0):
+        pid = record.pid if record.alive else record.daemon_pid
+        raise MountFailed(f"the daemon (pid {pid}) has not ended; its log: {record.log_file}")
+
+
+def _kill(pid: int, number: signal.Signals, there: bool) -> None:
+    if there:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 class _Waiting:
@@ -171,7 +247,7 @@ class _Waiting:
 
 def _ended(record: registry.Record, within_s: float) -> bool:
     deadline = time.monotonic() + within_s
-    while record.alive:
+    while record.running:
         if time.monotonic() > deadline:
             return False
         time.sleep(0.02)

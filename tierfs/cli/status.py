@@ -47,6 +47,7 @@ def _print(answer: dict[str, Any]) -> None:
     source, memory, kernel = answer["source"], answer["memory"], answer["kernel"]
     uptime = format_duration(answer["daemon"]["uptime_s"])
     console.print(f"{answer['mountpoint']}  pid {answer['daemon']['pid']}, up {uptime}, mode {answer['mode']}")
+    console.print(f"        {answer['mode_reason']}")
     reason = f" ({source['reason']})" if source["reason"] else ""
     console.print(
         f"source  {source['url']}  {source['state']}{reason}, {format_bytes(source['fetched_bytes'])} fetched,"
@@ -66,6 +67,14 @@ def _print(answer: dict[str, Any]) -> None:
     console.print(
         f"kernel  read-ahead {format_bytes(kernel['read_ahead_bytes'])}, background {kernel['max_background']}"
     )
+    channel = answer["channel"]
+    if channel is not None:
+        reason = "" if kernel["passthrough"] else f" (none: {kernel['passthrough_reason']})"
+        console.print(
+            f"channel pid {channel['pid']}, daemon {channel['epoch']} of this mount; passthrough{reason}:"
+            f" opens {channel['passthrough_opens']}, held back {channel['held_back_opens']},"
+            f" refused {channel['refused_opens']}"
+        )
     for note in kernel["notes"]:
         console.print(f"        {note}")
     table = Table("model", "size", "resident", "load from here", box=None, pad_edge=False)

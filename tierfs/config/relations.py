@@ -6,6 +6,7 @@ certificate files must be readable, exports must be directories, and a tier with
 
 import contextlib
 import os
+import pwd
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -14,7 +15,14 @@ import msgspec
 from tierfs.blocks.errors import ConfigError
 from tierfs.blocks.units import Duration, Size, format_bytes, format_duration
 from tierfs.config.addresses import DirectorySource, parse_listen, parse_source_url, valid_export_name
-from tierfs.config.schema import COMPUTED_DURATION, COMPUTED_SIZE, ExportConfig, MountConfig, ServeConfig
+from tierfs.config.schema import (
+    COMPUTED_DURATION,
+    COMPUTED_SIZE,
+    ExportConfig,
+    KernelMountConfig,
+    MountConfig,
+    ServeConfig,
+)
 
 Mistake = Callable[[str, str], ConfigError]
 
@@ -24,6 +32,7 @@ REQUEST_GRACE_S = 30.0  # a request waits for the source, and then for a thread 
 PAGE_BYTES = 4096
 BLOCK_BYTES_MAX = 64 << 20
 TOKEN_BYTES_MAX = 4096
+RESTART_GRACE_MAX_S = 86400.0
 
 
 def load_token(path: Path) -> bytes:
@@ -70,6 +79,7 @@ def complete_mount(config: MountConfig, mistake: Mistake) -> MountConfig:
             f"is {format_duration(mount.request_timeout)}; expected at least source.timeout, which is "
             f"{format_duration(source.timeout)}",
         )
+    _check_channel(mount, mistake)
     return _complete_tiers(msgspec.structs.replace(config, mount=mount), mistake)
 
 
@@ -123,6 +133,22 @@ def _check_export(export: ExportConfig, prefix: str, state_dir: Path, mistake: M
     _check_block_size(export.block_size, f"{prefix}block_size", mistake)
     _positive(export.rescan, f"{prefix}rescan", mistake)
     _check_token(export.token_file, f"{prefix}token_file", mistake)
+
+
+def _check_channel(mount: KernelMountConfig, mistake: Mistake) -> None:
+    if not 1 <= mount.restart_grace <= RESTART_GRACE_MAX_S:
+        raise mistake(
+            "mount.restart_grace", f"is {format_duration(mount.restart_grace)}; expected from 1s to one day (86400s)"
+        )
+    if mount.user is not None:
+        if mount.mode == "direct":
+            raise mistake("mount.user", 'is given with mount.mode = "direct"; expected none, for it needs the channel')
+        try:
+            number = pwd.getpwnam(mount.user).pw_uid
+        except KeyError:
+            raise mistake("mount.user", f'is "{mount.user}"; expected the name of a user') from None
+        if number == 0:
+            raise mistake("mount.user", f'is "{mount.user}"; expected a user without rights, or none')
 
 
 def _check_readahead(config: MountConfig, mistake: Mistake) -> None:

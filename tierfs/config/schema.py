@@ -129,6 +129,23 @@ class ReadaheadConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class KernelMountConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The mount as the kernel sees it. It is always read-only, nosuid and nodev."""
 
+    mode: Annotated[
+        Literal["auto", "channel", "direct"],
+        Meta(
+            description="`channel`: `tierfs-channel` owns the mount, which outlives its daemon and reads at native"
+            " speed; `direct`: the daemon does; `auto`: the channel where it is installed"
+        ),
+    ] = "auto"
+    restart_grace: Annotated[
+        Duration,
+        Meta(description="under a channel, how long readers wait for a new daemon; whole seconds, up to a day"),
+    ] = Duration(60)
+    user: Annotated[
+        str | None,
+        Meta(
+            description="under a channel, the user the daemon runs as; needs root, and owns tiers and state afterwards"
+        ),
+    ] = None
     allow_other: Annotated[bool, Meta(description="let other users read (unprivileged: see fuse.conf)")] = True
     uid: Annotated[_Id | None, Meta(description="owner of every file")] = None
     gid: Annotated[_Id | None, Meta(description="group of every file")] = None

@@ -20,7 +20,8 @@ from tierfs.cache.prefetcher import Prefetcher
 from tierfs.control.socket import Handler, Reply, Send
 from tierfs.fs.filesystem import Filesystem
 from tierfs.fs.tree import Tree
-from tierfs.fuse.kernel import KernelLimits
+from tierfs.fuse.channel import Channel
+from tierfs.fuse.kernel import KernelLimits, limits_of
 from tierfs.fuse.operations import RequestStatistics
 from tierfs.tiers.interface import LocalTier
 
@@ -35,6 +36,7 @@ class Daemon:
     mountpoint: str
     started: float
     mode_reason: str
+    channel: Channel | None
     memory_limit_bytes: int
     filesystem: Filesystem
     prefetcher: Prefetcher
@@ -91,8 +93,9 @@ async def status(daemon: Daemon) -> Reply:
         "version": __version__,
         "mountpoint": daemon.mountpoint,
         "daemon": {"pid": os.getpid(), "uptime_s": time.time() - daemon.started},
-        "mode": "direct",
+        "mode": "direct" if daemon.channel is None else "channel",
         "mode_reason": daemon.mode_reason,
+        "channel": None if daemon.channel is None else _channel(daemon.channel),
         "source": {
             **asdict(source),
             "state_age_s": max(0.0, time.time() - source.since_s) if source.since_s else 0.0,
@@ -116,7 +119,7 @@ async def status(daemon: Daemon) -> Reply:
             "unread_blocks": cache.memory.prefetched_unread,
             "dropped_unread_blocks": cache.memory.dropped_unread,
         },
-        "kernel": asdict(daemon.kernel),
+        "kernel": asdict(daemon.kernel if daemon.channel is None else limits_of(daemon.channel)),
         "requests": {
             "reads": daemon.requests.reads,
             "read_bytes": daemon.requests.read_bytes,
@@ -129,6 +132,18 @@ async def status(daemon: Daemon) -> Reply:
         "queued_prefetch_blocks": daemon.prefetcher.queued_blocks,
         "dropped_prefetch_blocks": daemon.prefetcher.dropped_blocks,
         "models": await _models(daemon, tree),
+    }
+
+
+def _channel(channel: Channel) -> Reply:
+    counters = channel.counters()
+    return {
+        "pid": channel.pid,
+        "epoch": channel.epoch,
+        "outstanding_leases": channel.outstanding,
+        "requests": counters.requests,
+        "read_sizes": counters.read_sizes,
+        **counters.named,
     }
 
 

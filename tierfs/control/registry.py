@@ -1,17 +1,24 @@
 """Which mounts there are and how to reach their daemons, without touching a mount.
 
 Each daemon keeps one JSON record and one socket in the runtime directory (/run/tierfs as root, $XDG_RUNTIME_DIR/tierfs
-otherwise), named by a hash of its mountpoint. A record whose process is gone is what a killed daemon leaves behind.
+otherwise), named by a hash of its mountpoint. The record's process is the owner of the mount: the channel, or in direct
+mode the daemon itself. A record whose process is gone is what a killed owner leaves behind.
+
+A daemon that root's channel runs as another user has a directory of its own below root's, /run/tierfs/uUID, which the
+command that mounts makes and names in TIERFS_RUNTIME_DIR; root's commands look there too.
 """
 
 import hashlib
 import json
 import os
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from tierfs.blocks.errors import ControlError
+
+ENVIRONMENT = "TIERFS_RUNTIME_DIR"
+_ROOT = Path("/run/tierfs")
 
 
 @dataclass(frozen=True)
@@ -19,22 +26,42 @@ class Record:
     """One daemon and its mount."""
 
     mountpoint: str
-    pid: int
+    pid: int  # of the owner of the mount
     started: int  # clock ticks since boot, from /proc/PID/stat: tells a reused pid
     socket: str
     config: str
     log_file: str = ""
+    daemon_pid: int = 0  # of the daemon, where the owner is a channel
+    daemon_started: int = 0
+    options: list[str] = field(default_factory=list)  # --set KEY=VALUE of the mount command
 
     @property
     def alive(self) -> bool:
         """Whether that very process still runs."""
         return process_start(self.pid) == self.started
 
+    @property
+    def channel(self) -> bool:
+        """Whether a channel owns the mount."""
+        return self.daemon_pid != 0
+
+    @property
+    def daemon_alive(self) -> bool:
+        """Whether the daemon that wrote this still runs."""
+        return process_start(self.daemon_pid) == self.daemon_started if self.channel else self.alive
+
+    @property
+    def running(self) -> bool:
+        """Whether anything of the mount still runs."""
+        return self.alive or self.daemon_alive
+
 
 def runtime_directory() -> Path:
     """Where records and sockets are; made if missing, for this user alone."""
-    if os.geteuid() == 0:
-        directory = Path("/run/tierfs")
+    if os.environ.get(ENVIRONMENT):
+        directory = Path(os.environ[ENVIRONMENT])
+    elif os.geteuid() == 0:
+        directory = _ROOT
     elif os.environ.get("XDG_RUNTIME_DIR"):
         directory = Path(os.environ["XDG_RUNTIME_DIR"]) / "tierfs"
     else:
@@ -43,6 +70,22 @@ def runtime_directory() -> Path:
     if directory.stat().st_uid != os.geteuid():
         raise ControlError(f"{directory} belongs to another user")
     return directory
+
+
+def user_directory(uid: int, gid: int) -> Path:
+    """The runtime directory of a daemon that root runs as another user; made if missing. Only for root."""
+    _ROOT.mkdir(mode=0o711, parents=True, exist_ok=True)
+    _ROOT.chmod(0o711)  # to be passed through; its files are for root alone
+    directory = _ROOT / f"u{uid}"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    os.chown(directory, uid, gid, follow_symlinks=False)
+    return directory
+
+
+def _directories() -> list[Path]:
+    """Every runtime directory this process answers for."""
+    directory = runtime_directory()
+    return [directory, *sorted(directory.glob("u[0-9]*"))] if directory == _ROOT else [directory]
 
 
 def process_start(pid: int) -> int:
@@ -69,25 +112,49 @@ def write(record: Record) -> None:
     """Put a record in place, atomically."""
     path = record_path(record.mountpoint)
     temporary = path.with_suffix(".new")
+    temporary.touch(mode=0o600)
     temporary.write_text(json.dumps(asdict(record)))
     temporary.replace(path)
 
 
 def remove(mountpoint: str) -> None:
     """Take the record and the socket away."""
-    record_path(mountpoint).unlink(missing_ok=True)
-    socket_path(mountpoint).unlink(missing_ok=True)
+    for directory in _directories():
+        for path in (record_path(mountpoint), socket_path(mountpoint)):
+            (directory / path.name).unlink(missing_ok=True)
 
 
 def records() -> list[Record]:
     """All records, dead ones too."""
     found = []
-    for path in sorted(runtime_directory().glob("*.json")):
+    for path in sorted(path for directory in _directories() for path in directory.glob("*.json")):
         try:
-            found.append(Record(**json.loads(path.read_text())))
+            record = Record(**json.loads(path.read_text()))
         except (OSError, ValueError, TypeError):
             continue  # being replaced or removed just now
+        if path.parent.parent != _ROOT or _credible(record, path):
+            found.append(record)
     return found
+
+
+def _credible(record: Record, path: Path) -> bool:
+    """Whether root may believe what a daemon without rights wrote: a command ends the processes a record names."""
+    if record.socket != str(path.with_suffix(".sock")) or path.name != record_path(record.mountpoint).name:
+        return False
+    try:
+        if record.daemon_alive and _owner(record.daemon_pid) != path.parent.stat().st_uid:
+            return False
+        if not record.alive:
+            return True
+        command = Path(f"/proc/{record.pid}/cmdline").read_bytes().split(b"\0")
+        named = command[command.index(b"--mountpoint") + 1]
+        return record.channel and _owner(record.pid) == 0 and named == os.fsencode(record.mountpoint)
+    except (OSError, ValueError, IndexError):
+        return False
+
+
+def _owner(pid: int) -> int:
+    return Path(f"/proc/{pid}").stat().st_uid
 
 
 def find(path: str) -> Record:

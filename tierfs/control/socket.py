@@ -132,6 +132,12 @@ def ask(record: Record, command: str, *, timeout_s: float = 10.0, **arguments: A
             raise ControlError(
                 f"the daemon of {record.mountpoint} (pid {record.pid}) did not answer in {timeout_s:g} s"
             ) from error
+        except (ConnectionRefusedError, FileNotFoundError) as error:
+            if not record.channel:
+                raise ControlError(f"cannot ask the daemon of {record.mountpoint}: {error}") from error
+            raise ControlError(
+                f"{record.mountpoint} has no daemon just now: its channel (pid {record.pid}) starts another; ask again"
+            ) from error
         except OSError as error:
             raise ControlError(f"cannot ask the daemon of {record.mountpoint}: {error}") from error
     raise ControlError(f"the daemon of {record.mountpoint} closed the connection without an answer")

@@ -12,7 +12,8 @@ from tierfs.blocks.spans import Span, spans
 from tierfs.cache.block_cache import BlockCache, FileFacts
 from tierfs.cache.prefetcher import Prefetcher
 from tierfs.catalog.schema import Entry
-from tierfs.policy.readahead import Readahead
+from tierfs.policy.readahead import Plan, Readahead
+from tierfs.tiers.interface import Part
 
 
 class FileView:
@@ -48,13 +49,7 @@ class FileView:
         length_bytes = min(length_bytes, facts.size_bytes - offset_bytes)
         if length_bytes <= 0:
             return b""
-        plan = self.readahead.observe(offset_bytes, length_bytes)
-        if plan.blocks:
-            dropped = self._prefetcher.plan(facts, plan.blocks)
-            if dropped is not None:
-                self.readahead.replan(dropped)
-        if plan.next_file_bytes:
-            self._go_on(plan.next_file_bytes)
+        plan = self._observe(offset_bytes, length_bytes)
         first, *rest = spans(offset_bytes, length_bytes, self._cache.block_bytes)
         if not rest:
             data = self._cache.read_nowait(facts, first)
@@ -66,6 +61,40 @@ class FileView:
             if not rest:
                 return await self._cache.read(facts, first, sequential=plan.sequential)
             return await self._read_parts([first, *rest], length_bytes, sequential=plan.sequential)
+
+    async def locate(self, offset_bytes: int, length_bytes: int) -> list[Part]:
+        """As read, but where the bytes lie; none at or after the end. The caller releases each part's hold once.
+
+        Raises as read does; then, and when cancelled, no hold is left.
+        """
+        length_bytes = min(length_bytes, self.facts.size_bytes - offset_bytes)
+        if length_bytes <= 0:
+            return []
+        plan = self._observe(offset_bytes, length_bytes)
+        first, *rest = spans(offset_bytes, length_bytes, self._cache.block_bytes)
+        for span in rest:
+            self._cache.prefetch(self.facts, span.block)
+        parts: list[Part] = []
+        try:
+            with trio.fail_after(self._request_timeout_s):
+                for span in (first, *rest):
+                    parts.append(await self._cache.locate(self.facts, span, sequential=plan.sequential))
+        except BaseException:
+            for part in parts:
+                part.hold.release()
+            raise
+        return parts
+
+    def _observe(self, offset_bytes: int, length_bytes: int) -> Plan:
+        """Tell readahead of a request, and start what it plans."""
+        plan = self.readahead.observe(offset_bytes, length_bytes)
+        if plan.blocks:
+            dropped = self._prefetcher.plan(self.facts, plan.blocks)
+            if dropped is not None:
+                self.readahead.replan(dropped)
+        if plan.next_file_bytes:
+            self._go_on(plan.next_file_bytes)
+        return plan
 
     async def _read_parts(self, parts: list[Span], length_bytes: int, *, sequential: bool) -> bytearray:
         """A request that crosses a block border. The parts are copied: they lie in different buffers, and each is

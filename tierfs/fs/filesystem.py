@@ -28,6 +28,10 @@ _FOLLOWED_FILES = (
     4  # at once: a window may reach over thousands of small numbered files, and each read would walk them all
 )
 
+_POSITION_BITS = 32
+_POSITION_MASK = (1 << _POSITION_BITS) - 1
+_GENERATION_MASK = (1 << 31) - 1
+
 
 class Filesystem:
     """All state of the mount but the cache's."""
@@ -49,8 +53,7 @@ class Filesystem:
         self._readahead = readahead
         self._request_timeout_s = request_timeout_s
         self._views: dict[int, FileView] = {}  # by inode number
-        self._directories: dict[int, tuple[Tree, int]] = {}  # by handle: the tree and the directory's inode number
-        self._next_directory = 1
+        self._listed: dict[int, tuple[Tree, int]] = {}  # by generation: an older tree and how many listings are on it
         self._expected: OrderedDict[int, Readahead] = OrderedDict()  # of files a loader will open next
         cache.memory.on_wasted = self._wasted
         # Version -> a symlink that leads to it (hub cache: the snapshot's name of a blob); built on first use.
@@ -96,7 +99,19 @@ class Filesystem:
 
     def open(self, inode: int) -> FileView:
         """Open a version for reading. Raises StaleVersion when it is not the newest one at its path."""
-        node = self.node(inode)
+        view = self._view_of(self.node(inode))
+        view.opens += 1
+        return view
+
+    def adopt(self, inode: int, opens: int) -> None:
+        """A file that was opened before this daemon was started. One that is known nowhere is left out: see view()."""
+        try:
+            self._view_of(self.node(inode)).opens += opens
+        except StaleVersion:
+            log.warning("open_version_not_known inode=%d handles=%d: its reads fail with ESTALE", inode, opens)
+
+    def _view_of(self, node: Node) -> FileView:
+        inode = node.inode
         view = self._views.get(inode)
         if view is None:
             facts = self.tree.facts(node)
@@ -112,18 +127,19 @@ class Filesystem:
             )
             self._views[inode] = view
             self.cache.opened(facts.version)
-        view.opens += 1
         return view
 
     def view(self, inode: int) -> FileView:
-        """The view of an open file."""
-        return self._views[inode]
+        """The view of an open file. Raises StaleVersion for a handle of an earlier daemon whose version is gone."""
+        return self._views.get(inode) or self._view_of(self.node(inode))
 
     def close(self, inode: int) -> None:
-        """One handle fewer; the last one lets the view go."""
-        view = self._views[inode]
+        """One handle fewer; the last one lets the view go. A handle that is not known is nothing to close."""
+        view = self._views.get(inode)
+        if view is None:
+            return
         view.opens -= 1
-        if view.opens == 0:
+        if view.opens <= 0:
             del self._views[inode]
             self._prefetcher.forget(view.facts)
             self.cache.closed(view.facts.version)
@@ -138,27 +154,42 @@ class Filesystem:
         return len(self._views)
 
     def open_directory(self, inode: int) -> int:
-        """A handle for a stable listing."""
+        """A handle for a stable listing. It says by itself what it lists: a generation, and a place in its catalog."""
         node = self.node(inode)
         assert node.entry.kind is Kind.DIRECTORY
-        handle = self._next_directory
-        self._next_directory += 1
-        self._directories[handle] = (self.tree, inode)
-        return handle
+        generation = self.tree.catalog.generation
+        _, listings = self._listed.get(generation, (self.tree, 0))
+        self._listed[generation] = (self.tree, listings + 1)
+        return (generation & _GENERATION_MASK) << _POSITION_BITS | node.position
 
     def entries(self, handle: int, start: int) -> Iterator[tuple[bytes, Node, int]]:
-        """Name, node and link count from a position on; the two dots come first."""
-        tree, inode = self._directories[handle]
-        directory = tree.node(inode)
-        assert directory is not None
+        """Name, node and link count from a position on; the two dots come first.
+
+        Raises StaleVersion for a handle of an earlier daemon, on a generation that this one never had.
+        """
+        tree = self._tree_of(handle)
+        directory = tree.at(handle & _POSITION_MASK)
         for name, node in ((b".", directory), (b"..", tree.parent(directory)))[start:]:
             yield name, node, tree.links(node)
-        for node in tree.children(inode, max(0, start - 2)):
+        for node in tree.children(directory.inode, max(0, start - 2)):
             yield node.entry.name, node, tree.links(node)
 
     def close_directory(self, handle: int) -> None:
-        """The listing is over."""
-        del self._directories[handle]
+        """The listing is over. Of an earlier daemon's handles nothing is counted."""
+        for generation, (tree, listings) in list(self._listed.items()):
+            if generation & _GENERATION_MASK == handle >> _POSITION_BITS:
+                if listings > 1:
+                    self._listed[generation] = (tree, listings - 1)
+                else:
+                    del self._listed[generation]
+
+    def _tree_of(self, handle: int) -> Tree:
+        wanted = handle >> _POSITION_BITS
+        for tree in (self.tree, *(tree for tree, _ in self._listed.values())):
+            same = tree.catalog.generation & _GENERATION_MASK == wanted
+            if same and handle & _POSITION_MASK < len(tree.catalog.entries):
+                return tree
+        raise StaleVersion(f"the listing is of a generation that is gone; now it is {self.tree.catalog.generation}")
 
     # -- by path, for the control interface ------------------------------------------------------------------------
 

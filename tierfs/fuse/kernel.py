@@ -1,5 +1,7 @@
 """Kernel limits of a mount that pyfuse3 cannot set at mount time: read-ahead and the queue of background requests.
 
+Under a channel these are the channel's to set, and what it counted says what is in force.
+
 Written after the mount through sysfs (root only) and read back, so that `status` says what is really in force.
 Sources: Documentation/filesystems/fuse, Documentation/ABI/testing/sysfs-class-bdi.
 """
@@ -13,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tierfs.blocks.errors import MountFailed
+from tierfs.fuse.channel import Channel
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +39,8 @@ class KernelLimits:
     read_ahead_bytes: int = 0
     max_background: int = 0
     congestion_threshold: int = 0
-    passthrough: bool = False  # direct mode has none
+    passthrough: bool = False
+    passthrough_reason: str = "direct mode has none"  # why there is none
     notes: list[str] = field(default_factory=list)  # what was not applied, why, and what to do
 
 
@@ -74,6 +78,24 @@ def apply_limits(mountpoint: str, *, read_ahead_bytes: int, max_background: int)
     limits.read_ahead_bytes = _get(bdi) * 1024
     limits.max_background = _get(connection / "max_background")
     limits.congestion_threshold = _get(connection / "congestion_threshold")
+    return limits
+
+
+def limits_of(channel: Channel) -> KernelLimits:
+    """What the channel negotiated and set."""
+    named = channel.counters().named
+    limits = KernelLimits(
+        read_ahead_bytes=named["read_ahead_bytes"],
+        max_background=named["max_background"],
+        congestion_threshold=named["congestion_threshold"],
+        passthrough=bool(named["passthrough_negotiated"]),
+    )
+    if limits.passthrough:
+        limits.passthrough_reason = ""
+    elif not channel.passthrough:
+        limits.passthrough_reason = channel.passthrough_reason
+    else:
+        limits.passthrough_reason = "the kernel does not offer it: it came with Linux 6.9"
     return limits
 
 

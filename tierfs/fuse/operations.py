@@ -3,6 +3,9 @@
 Thin: inode number or handle in, one call of fs/, attributes or bytes out, TierfsError to errno. A handle of a file is
 its inode number, which says the version by itself. Requests that would write are answered EROFS (the kernel answers
 most of them itself, since the mount is read-only).
+
+Under a channel a READ is answered with the places where its bytes lie, and an OPEN comes after an offer of the whole
+file, if a tier has it.
 """
 
 import errno
@@ -19,9 +22,11 @@ import trio
 from pyfuse3 import EntryAttributes, FUSEError
 
 from tierfs.blocks.errors import TierfsError
+from tierfs.cache.block_cache import FileFacts
 from tierfs.catalog.schema import Kind
 from tierfs.fs.filesystem import Filesystem
 from tierfs.fs.tree import Node
+from tierfs.fuse.channel import Channel
 from tierfs.fuse.errnos import errno_of
 
 log = logging.getLogger(__name__)
@@ -62,9 +67,10 @@ class Operations(pyfuse3.Operations):
     enable_writeback_cache = False
     enable_acl = False
 
-    def __init__(self, filesystem: Filesystem, presentation: Presentation) -> None:
+    def __init__(self, filesystem: Filesystem, presentation: Presentation, channel: Channel | None = None) -> None:
         super().__init__()
         self._fs = filesystem
+        self._channel = channel
         self._presentation = presentation
         self._next_request = 0
         self.statistics = RequestStatistics()
@@ -111,7 +117,9 @@ class Operations(pyfuse3.Operations):
         if flags & os.O_ACCMODE != os.O_RDONLY or flags & (os.O_TRUNC | os.O_CREAT):
             raise FUSEError(errno.EROFS)
         with self._answering():
-            self._fs.open(inode)
+            view = self._fs.open(inode)
+        if self._channel is not None:
+            await self._offer(self._channel, inode, view.facts)
         # An inode number stands for one version, so pages the kernel kept from an earlier open are still right.
         return pyfuse3.FileInfo(fh=inode, keep_cache=True)
 
@@ -119,11 +127,19 @@ class Operations(pyfuse3.Operations):
         number = self._next_request = self._next_request + 1
         statistics = self.statistics
         statistics.running[number] = time.monotonic()
+        channel = self._channel
         try:
-            data = await self._fs.view(fh).read(off, size)
+            view = self._fs.view(fh)
+            if channel is None:
+                data = await view.read(off, size)
+                length = len(data)
+            else:
+                parts = await view.locate(off, size)
+                length = sum(part.length_bytes for part in parts)
+                data = await channel.reply(parts)
         except trio.TooSlowError as error:
             statistics.failed += 1
-            log.error("request_timeout path=%r offset=%d size=%d", self._fs.view(fh).facts.path, off, size)
+            log.error("request_timeout path=%r offset=%d size=%d", view.facts.path, off, size)
             raise FUSEError(errno.EIO) from error
         except TierfsError as error:
             statistics.failed += 1
@@ -133,8 +149,9 @@ class Operations(pyfuse3.Operations):
         finally:
             del statistics.running[number]
         statistics.reads += 1
-        statistics.read_bytes += len(data)
-        # From here to the reply there is no checkpoint: the view may point into a buffer or a mapping.
+        statistics.read_bytes += length
+        # From here to the reply there is no checkpoint: the view may point into a buffer or a mapping, and a lease that
+        # is not sent would stay out.
         return data
 
     async def flush(self, fh: int) -> None:
@@ -203,6 +220,17 @@ class Operations(pyfuse3.Operations):
     write = create = setxattr = removexattr = _read_only  # type: ignore[assignment]
 
     # -- inside -----------------------------------------------------------------------------------------------------
+
+    async def _offer(self, channel: Channel, inode: int, facts: FileFacts) -> None:
+        """Let the kernel read the file by itself if a tier has all of it. The open succeeds whatever happens here."""
+        try:
+            lent = await self._fs.cache.whole(facts)
+            if lent is not None:
+                await channel.offer(inode, lent)
+        except TierfsError as error:
+            log.warning("offer_failed path=%r error=%s", facts.path, error)
+        except Exception as error:
+            log.error("offer_failed_by_bug path=%r error=%r", facts.path, error, exc_info=error)
 
     @contextmanager
     def _answering(self) -> Iterator[None]:

@@ -1,7 +1,11 @@
 """One pyfuse3 session: mounting, the request loop, and the guard against its known freeze.
 
-pyfuse3 receives from a blocking /dev/fuse with the GIL held. When a request vanishes between readiness and read (its
-reader was killed), that read blocks, and with it every thread of the daemon, until another request comes. Two guards:
+Under a channel there is no mount to make here: pyfuse3 reads the requests from the channel's socket, where a message
+that is there stays until it is read, so that no guard is needed. The end of the socket is the end of the mount.
+
+Without one, pyfuse3 receives from a blocking /dev/fuse with the GIL held. When a request vanishes between readiness and
+read (its reader was killed), that read blocks, and with it every thread of the daemon, until another request comes. Two
+guards:
 
 1. Readiness is confirmed by a poll with zero timeout right before pyfuse3 reads, which leaves a window of
    microseconds.
@@ -11,6 +15,7 @@ reader was killed), that read blocks, and with it every thread of the daemon, un
 pyfuse3 keeps its session in module globals: one session per process.
 """
 
+import errno
 import logging
 import select
 import signal
@@ -22,6 +27,7 @@ import pyfuse3
 import trio
 
 from tierfs.blocks.errors import MountFailed
+from tierfs.fuse.channel import Channel
 
 log = logging.getLogger(__name__)
 
@@ -30,14 +36,19 @@ _GUARD_INTERVAL_S = 0.25
 # them, so this is far more than the kernel's background limit and any number of synchronous readers to be expected.
 _HANDLERS_MAX = 10_000
 _HANDLERS_IDLE_MIN = 8
+# What pyfuse3 ends with when the channel has closed its end; EIO is libfuse's word for a message of no bytes.
+_ENDED = {errno.EIO, errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN}
 
 
 class Session:
     """A mounted file system. Use: ``with Session(...) as session: await session.serve()`` on the main thread."""
 
-    def __init__(self, operations: pyfuse3.Operations, mountpoint: str, *, allow_other: bool) -> None:
+    def __init__(
+        self, operations: pyfuse3.Operations, mountpoint: str, *, allow_other: bool, channel: Channel | None = None
+    ) -> None:
         self._operations = operations
         self._mountpoint = mountpoint
+        self._channel = channel
         self._options = {"fsname=tierfs", "subtype=tierfs", "ro", "nosuid", "nodev", "default_permissions", "noatime"}
         if allow_other:
             self._options.add("allow_other")
@@ -45,7 +56,9 @@ class Session:
 
     def __enter__(self) -> "Session":
         try:
-            pyfuse3.init(self._operations, self._mountpoint, self._options)
+            channel = self._channel
+            place = self._mountpoint if channel is None else f"/dev/fd/{channel.fuse_fd}"
+            pyfuse3.init(self._operations, place, self._options)
         except RuntimeError as error:
             raise MountFailed(
                 f"cannot mount on {self._mountpoint}: {error}; see the lines above, and check that /dev/fuse exists,"
@@ -55,12 +68,24 @@ class Session:
 
     def __exit__(self, *exception: object) -> None:
         # Lazy: readers that still hold files do not keep the mount point from going.
-        pyfuse3.close(unmount=True)
+        pyfuse3.close(unmount=self._channel is None)
 
     async def serve(self) -> None:
         """Answer requests until the mount goes away or stop() is called."""
-        with _freeze_guard():
-            await pyfuse3.main(min_tasks=_HANDLERS_IDLE_MIN, max_tasks=_HANDLERS_MAX)
+        if self._channel is None:
+            with _freeze_guard():
+                await self._loop()
+            return
+        try:
+            await self._loop()
+        except* OSError as group:
+            _, others = group.split(lambda error: isinstance(error, OSError) and error.errno in _ENDED)
+            if others is not None:
+                raise others from None
+            log.info("channel_closed_its_socket")
+
+    async def _loop(self) -> None:
+        await pyfuse3.main(min_tasks=_HANDLERS_IDLE_MIN, max_tasks=_HANDLERS_MAX)
 
     def stop(self) -> None:
         """End serve() from another task."""

@@ -3,11 +3,13 @@ on the trio thread.
 
 What must hold: a descriptor that somebody uses (a thread that reads, writes or syncs) is never closed under them.
 Retiring an object only marks it; the last user closes it. So a read that races an eviction ends on the old file.
+What the channel was lent of an object is taken back before the object is closed, on the trio thread.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
+from tierfs.tiers.interface import Lender, LentFile
 from tierfs.tiers.objects import OpenObject
 
 
@@ -18,6 +20,7 @@ class Descriptors:
         self._limit = limit
         self._open: OrderedDict[Hashable, OpenObject] = OrderedDict()
         self._on_idle = on_idle
+        self.lender: Lender | None = None  # None: nothing is lent
 
     def __len__(self) -> int:
         return len(self._open)
@@ -43,6 +46,7 @@ class Descriptors:
                 break
             if idle.users == 0:
                 del self._open[candidate]
+                self.take_back(idle)
                 idle.close()
         return opened
 
@@ -60,9 +64,25 @@ class Descriptors:
             opened.retired = True
         return opened
 
+    def take_back(self, opened: OpenObject) -> None:
+        """An object without users is about to be closed: the channel shall close it too."""
+        assert opened.users == 0
+        lent, opened.lent = opened.lent, None
+        if lent is not None and self.lender is not None:
+            self.lender.take_back(lent)
+
+    def owner(self, lent: LentFile) -> Hashable | None:
+        """Whose open object the channel knows by this; None when it was taken back, or is about to be."""
+        for owner, opened in self._open.items():
+            known = opened.lent
+            if known is not None and (known.slot, known.generation) == (lent.slot, lent.generation):
+                return owner
+        return None
+
     def close(self) -> None:
         """Close everything that nobody uses; what is still used is retired."""
         for owner in list(self._open):
             opened = self.retire(owner)
             if opened is not None and opened.users == 0:
+                self.take_back(opened)
                 opened.close()

@@ -11,7 +11,7 @@ import collections
 import errno
 import logging
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -56,6 +56,7 @@ class Loaded:
 
     stored: Stored = field(default_factory=Stored)
     objects: list[tuple[StoredObject, int]] = field(default_factory=list)
+    dying: list[tuple[str, int]] = field(default_factory=list)  # removed, but somebody maps them: name, allocated bytes
 
 
 class Device:
@@ -86,6 +87,7 @@ class Device:
         self.heat_changed = False
         self._mapped = mapped
         self._residency: Residency | None = None
+        self._buried: dict[ObjectKey, str] = {}  # by a remove that then failed
         self._housekeeping = trio.CapacityLimiter(1)
         self._probe_s = probe_s
         self._backoff_s = probe_s
@@ -134,6 +136,8 @@ class Device:
                 residency = Residency(self.root / "residency.db", boot=boot_id())
                 loaded.stored = residency.open()
                 store.fill_reserve()
+            store.upgrade_format()
+            loaded.dying = store.dying()
             self._reconcile(store, residency, loaded)
             free_bytes = store.free_bytes()
         except BaseException:
@@ -142,6 +146,7 @@ class Device:
             store.close()
             raise
         self.store, self._residency, self.free_bytes = store, residency, free_bytes
+        self._buried = {}  # they were found among the dying ones
         self._device_number = store.device_number()
         return loaded
 
@@ -158,6 +163,7 @@ class Device:
     def _reconcile(self, store: ObjectStore, residency: Residency | None, loaded: Loaded) -> None:
         known = {stored.name: stored for stored in loaded.stored.objects if stored.sound()}
         swept = 0
+        sizes: dict[ObjectKey, int] = {}
         for name, status in list(store.scan()):
             stored = known.get(ObjectKey(name))
             if stored is not None and is_object(status, stored.size_bytes):
@@ -166,28 +172,63 @@ class Device:
                 loaded.objects.append((stored, allocated_bytes(status)))
                 del known[stored.name]
             elif stored is None:
-                store.unlink(name)
+                self._sweep(store, ObjectKey(name), allocated_bytes(status), loaded)
                 swept += 1
+            else:
+                sizes[stored.name] = allocated_bytes(status)
         sound = {stored.name for stored, _ in loaded.objects}
         gone = [stored.name for stored in loaded.stored.objects if stored.name not in sound]
         if gone and residency is not None:
             residency.remove_objects(gone)
-        for name in gone:  # of a wrong length, or something that is no file
-            store.unlink(name)
+        for name, allocated in sizes.items():  # of a wrong length, or something that is no file
+            self._sweep(store, name, allocated, loaded)
         if swept or gone:
             _log.warning("tier_reconciled path=%s removed_objects=%d dropped_rows=%d", self.root, swept, len(gone))
+
+    @staticmethod
+    def _sweep(store: ObjectStore, name: ObjectKey, allocated: int, loaded: Loaded) -> None:
+        leaf = store.sweep(name)
+        if leaf is not None:
+            loaded.dying.append((leaf, allocated))
+
+    def hand_out(self, name: ObjectKey) -> None:
+        """Remember that somebody may map this object's file."""
+        if self._residency is not None:
+            self._residency.hand_out(name)
 
     def commit(self, objects: Sequence[StoredObject]) -> None:
         """Make durable blocks resident for the next run."""
         if self._residency is not None:
             self._residency.commit(objects)
 
-    def remove(self, names: Sequence[ObjectKey]) -> None:
-        """Residency first, then the files."""
+    def remove(self, names: Sequence[ObjectKey], handed_out: Collection[ObjectKey] = ()) -> dict[ObjectKey, str]:
+        """Residency first, then the files. Those handed out are moved to the dying ones: returns their names there."""
+        self.forget(names)
+        for name in names:
+            if name not in handed_out:
+                self.store.unlink(name)
+            elif name not in self._buried:
+                self._bury(name)
+        if self._residency is not None:
+            self.store.fill_reserve()
+        buried, self._buried = self._buried, {}
+        return buried
+
+    def _bury(self, name: ObjectKey) -> None:
+        try:
+            leaf = self.store.bury(name)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            self.store.free_reserve()  # the folder had to grow
+            leaf = self.store.bury(name)
+        if leaf is not None:
+            self._buried[name] = leaf
+
+    def forget(self, names: Sequence[ObjectKey]) -> None:
+        """Durably forget these objects; their files stay."""
         residency = self._residency
         if residency is None:
-            for name in names:
-                self.store.unlink(name)
             return
         try:
             residency.remove_objects(names)
@@ -197,9 +238,6 @@ class Device:
             # Nothing could ever be evicted from a full device if evicting took space: hence the reserve.
             self.store.free_reserve()
             residency.remove_objects(names)
-        for name in names:
-            self.store.unlink(name)
-        self.store.fill_reserve()
 
     def remove_blocks(self, dropped: dict[ObjectKey, list[int]]) -> None:
         """Durably forget some blocks."""

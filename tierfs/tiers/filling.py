@@ -38,13 +38,14 @@ class Space:
 
     allocated_bytes: int = 0  # on the devices, objects that are leaving included
     reserved_bytes: int = 0  # accepted, not measured on the device yet
-    leaving_bytes: int = 0  # of objects evicted but not unlinked and closed yet
+    leaving_bytes: int = 0  # of what was evicted and will be given up any moment
+    dying_bytes: int = 0  # of files that are no objects any more, but that somebody may map: see dying.py
     freed: trio.Event = field(default_factory=trio.Event)
 
     @property
     def used_bytes(self) -> int:
         """What capacity is compared with."""
-        return self.allocated_bytes + self.reserved_bytes
+        return self.allocated_bytes + self.reserved_bytes + self.dying_bytes
 
     def set_allocated(self, entry: Entry, allocated: int) -> None:
         """An object was measured."""
@@ -89,6 +90,7 @@ class Filler:
 
     def enqueue(self, write: Write) -> None:
         """Take over an accepted block and its lease."""
+        assert not write.entry.handed_out, "a file that somebody may map is never written to"
         write.entry.pending.add(write.block)
         self._space.reserved_bytes += write.cost_bytes
         self._statistics.queued_bytes += write.length_bytes

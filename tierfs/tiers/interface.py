@@ -102,6 +102,7 @@ class TierStatistics:
     name: str
     capacity_bytes: int
     used_bytes: int = 0
+    dying_bytes: int = 0  # part of used_bytes: evicted, but somebody may still map it
     hit_blocks: int = 0
     written_blocks: int = 0
     written_bytes: int = 0
@@ -117,6 +118,51 @@ class TierStatistics:
     reason: str = ""
     kind: str = ""  # what the medium is: directory, tmpfs, dax
     devices: list[dict[str, object]] = field(default_factory=list)
+
+
+class LentFile(Protocol):
+    """A tier file that the channel holds a descriptor of. See fuse/channel.py."""
+
+    @property
+    def slot(self) -> int:
+        """Its place in the channel's table."""
+
+    @property
+    def generation(self) -> int:
+        """Tells it from what had that place before."""
+
+
+class Lender(Protocol):
+    """Who can read tier files on our behalf: the channel."""
+
+    async def lend(self, fd: int, size_bytes: int) -> LentFile | None:
+        """Give a read-only descriptor of a whole object; the caller closes its own afterwards.
+
+        None where there is no room for it or the channel refuses it (logged). Cancellation: nothing stays lent.
+        """
+
+    def take_back(self, lent: LentFile) -> None:
+        """The channel shall close it; never waits. Only when no part of it is under lease."""
+
+    async def offer(self, inode: int, lent: LentFile) -> None:
+        """The OPEN of that inode that is about to be answered may read the file itself (passthrough)."""
+
+
+class Hold(Protocol):
+    """Keeps the bytes of one part where they are. Release exactly once, on the trio thread."""
+
+    def release(self) -> None:
+        """The bytes may go."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Where some bytes of a reply lie: in a lent tier file, or (``lent`` None) in the buffer pool's memory file."""
+
+    lent: LentFile | None
+    offset_bytes: int
+    length_bytes: int
+    hold: Hold
 
 
 class LocalTier(Protocol):
@@ -186,6 +232,21 @@ class LocalTier(Protocol):
 
     def unpin(self, key: ObjectKey) -> None:
         """The counterpart of pin."""
+
+    async def locate(self, key: ObjectKey, span: Span) -> Part | None:
+        """Where the span lies, from a block already verified; None: not here, not verified, or nobody to lend it to.
+
+        The object stays open and in place until the hold is released. Cancellation leaves nothing.
+        """
+
+    async def whole(self, key: ObjectKey) -> LentFile | None:
+        """The object as a file to be read without us, if all its blocks are resident and verified; else None.
+
+        From then on it is never written to again: it is evicted whole, and its space counts until nobody maps it.
+        """
+
+    async def failed(self, lent: LentFile, offset_bytes: int, error_number: int) -> None:
+        """Reading there failed on our behalf: the block is dropped, or the object where it was handed out."""
 
     async def evict(self, key: ObjectKey) -> int:
         """Remove the whole object; the bytes freed."""

@@ -1,7 +1,7 @@
 """The local tiers: hot on a tmpfs or DAX directory, warm on one or several directories. Called by the block cache.
 
     offer ─► placement (policy) ─► filling.py ─► resident          reads: reading.py
-                 └ victims ─► removing.py ─► space freed
+                 └ victims ─► removing.py ─► space freed      places of bytes: lending.py
     per device two tasks write, one watches its health, one removes and saves
 
 All state belongs to the trio thread. What must hold: capacity is never exceeded by what is allocated and queued; an
@@ -26,7 +26,8 @@ from tierfs.policy.watermarks import Watermarks
 from tierfs.tiers.device import Device, Loaded, Write, choose, describe
 from tierfs.tiers.filling import Filler, Space
 from tierfs.tiers.index import Entry, Index
-from tierfs.tiers.interface import Lease, ObjectFacts, Offer, TierStatistics
+from tierfs.tiers.interface import Lease, Lender, LentFile, ObjectFacts, Offer, Part, TierStatistics
+from tierfs.tiers.lending import Lending
 from tierfs.tiers.objects import PAGE_BYTES
 from tierfs.tiers.placement import Placement
 from tierfs.tiers.reading import Reader
@@ -90,10 +91,22 @@ class DirectoryTier:
             descriptors=self._removals.descriptors, statistics=self._statistics, mapped=mapped,
             remove=self._removals.remove,
         )  # fmt: skip
+        self._lending = Lending(
+            descriptors=self._removals.descriptors, reader=self._reader, statistics=self._statistics
+        )
         self._filler = Filler(
             descriptors=self._removals.descriptors, space=self._space, statistics=self._statistics, mapped=mapped,
             on_settled=self._settled, on_full=self._full,
         )  # fmt: skip
+
+    @property
+    def lender(self) -> Lender | None:
+        """Who reads our files on our behalf; None (direct mode) where nobody does. To be set before the first read."""
+        return self._removals.descriptors.lender
+
+    @lender.setter
+    def lender(self, lender: Lender | None) -> None:
+        self._removals.descriptors.lender = lender
 
     def statistics(self) -> TierStatistics:
         """Counters and state. ``hit_blocks`` counts whole blocks, and spans that begin a block."""
@@ -115,6 +128,7 @@ class DirectoryTier:
         return replace(
             self._statistics,
             used_bytes=self._space.used_bytes,
+            dying_bytes=self._space.dying_bytes,
             objects=len(self._index),
             state="failed" if lost or not self._running else "degraded" if out else "ok",
             reason="; ".join(f"{device.root}: {device.reason}" for device in out),
@@ -135,6 +149,7 @@ class DirectoryTier:
                     nursery.start_soon(self._watch, device)
                     nursery.start_soon(self._keep, device)
                 nursery.start_soon(self._removals.close_idle)
+                nursery.start_soon(self._removals.dying.run)
                 task_status.started()
         finally:
             self._running = False
@@ -191,6 +206,9 @@ class DirectoryTier:
                 return self._bypassed()
             if entry.has(block) or block in entry.pending:
                 return Offer.RESIDENT
+            if entry.handed_out:  # found incomplete when the device was opened: nothing may be added to it
+                self._removals.remove(entry)
+                return self._bypassed()
         device = entry.device if entry is not None else choose(self._devices, facts.size_bytes)
         if device is None or not device.writable:
             statistics.failed_writes += 1
@@ -247,9 +265,24 @@ class DirectoryTier:
         """See LocalTier."""
         self._placement.unpin(self._index.canonical(key))
 
+    async def locate(self, key: ObjectKey, span: Span) -> Part | None:
+        """See LocalTier."""
+        entry = self._index.get(key)
+        return await self._lending.locate(entry, span) if self._running and entry is not None else None
+
+    async def whole(self, key: ObjectKey) -> LentFile | None:
+        """See LocalTier."""
+        entry = self._index.get(key)
+        return await self._lending.whole(entry) if self._running and entry is not None else None
+
+    async def failed(self, lent: LentFile, offset_bytes: int, error_number: int) -> None:
+        """See LocalTier. What was taken back already is not known any more, and nothing happens."""
+        await self._lending.failed(lent, offset_bytes, error_number)
+
     async def evict(self, key: ObjectKey) -> int:
         """See LocalTier. 0 where nothing is here, or somebody has it pinned. Raises TierFailed when the device does not
-        let go of it in time. Cancellation: it goes all the same."""
+        let go of it in time. The space of an object that somebody maps follows later: ``dying_bytes`` until then.
+        Cancellation: it goes all the same."""
         entry = self._index.get(key)
         if not self._running or entry is None or self._placement.pinned(entry.key):
             return 0
@@ -387,6 +420,8 @@ class DirectoryTier:
     def _adopt(self, device: Device, loaded: Loaded) -> None:
         for model, heat in loaded.stored.models:
             self._placement.heats.restore(model, heat)
+        for leaf, allocated in loaded.dying:
+            self._removals.dying.add(device, leaf, allocated, leaving=False)
         outdated = 0
         for stored, allocated in loaded.objects:
             entry = Entry(
@@ -395,6 +430,7 @@ class DirectoryTier:
                 last_use_s=stored.last_use_s,
             )  # fmt: skip
             entry.aliases.update(stored.aliases)
+            entry.handed_out = entry.handed_out_saved = stored.handed_out
             for block, digest in stored.blocks:
                 entry.fill(block, digest)
             if stored.stamp != NO_STAMP:  # nobody has touched the file since we wrote it
@@ -427,7 +463,7 @@ class DirectoryTier:
         stores = {one.store.device_number(): one for one in self._devices if one.readable}
         if self._capacity_bytes is None:
             free_bytes = sum(one.free_bytes for one in stores.values())
-            capacity_bytes = int(_AUTOMATIC_PART * (free_bytes + self._space.allocated_bytes))
+            capacity_bytes = int(_AUTOMATIC_PART * (free_bytes + self._space.allocated_bytes + self._space.dying_bytes))
         else:
             largest_bytes = sum(one.store.size_bytes() for one in stores.values())
             capacity_bytes = min(self._capacity_bytes, int(_LARGEST_PART * largest_bytes))

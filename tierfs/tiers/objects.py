@@ -5,6 +5,7 @@ Called by the local tiers.
     root/lock          flocked by the daemon that owns the directory; holds its pid
     root/reserve       space that is given up so that an eviction can be recorded on a full device
     root/objects/ab/abcd…   32 hex digits of the object's name
+    root/dying/abcd….N      an evicted object that somebody may still map
 
 Every function here blocks and is called in a thread, with descriptors and buffers only. What must hold: no symlink is
 followed below the root; nothing is written past the length of the file, so a tail is never padded; bytes that were
@@ -15,17 +16,23 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
+import logging
 import mmap
 import os
 import re
+import signal
 import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tierfs.blocks.errors import TierFailed
+from tierfs.tiers.interface import LentFile
 
-FORMAT = 1
+_log = logging.getLogger(__name__)
+
+FORMAT = 2  # 1 had no dying objects, and its residency does not know which objects were handed out
 # O_DIRECT wants addresses, offsets and lengths in multiples of the logical block; a page is one on every device.
 PAGE_BYTES = 4096
 # From this many dirty objects on, one syncfs is cheaper than an fdatasync (a journal commit) for each.
@@ -46,6 +53,15 @@ class OpenObject:
     users: int = 0
     retired: bool = False
     mapping: memoryview | None = None
+    lent: LentFile | None = None  # what the channel has of it; taken back before it is closed
+    lend_again_s: float = 0.0  # on trio's clock: the channel refused it, and is not asked before
+
+    def reopen(self) -> int:
+        """A read-only descriptor of the very same file, with a file description of its own. Raises OSError.
+
+        By /proc, since by its name another file might be found. It does not wait: the inode is in memory.
+        """
+        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY)
 
     def map(self) -> memoryview:
         """The whole object as a read-only view. Python code must not read it: a vanished page is SIGBUS."""
@@ -71,7 +87,9 @@ class ObjectStore:
         self._mapped = mapped
         self._root_fd = -1
         self._objects_fd = -1
+        self._dying_fd = -1
         self._lock_fd = -1
+        self._outdated = False
 
     def open(self) -> None:
         """Make the directories, take the lock, check the format, and find out what the file system can do.
@@ -83,10 +101,8 @@ class ObjectStore:
             self._root_fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
             self._take_lock()
             self._check_format()
-            with contextlib.suppress(FileExistsError):
-                os.mkdir("objects", 0o700, dir_fd=self._root_fd)
-            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-            self._objects_fd = os.open("objects", flags, dir_fd=self._root_fd)
+            self._objects_fd = self._make_folder("objects")
+            self._dying_fd = self._make_folder("dying")
             self.medium = medium_of(self._root_fd)
             self.direct = not self._mapped and self._can_direct()
         except BaseException:
@@ -95,7 +111,7 @@ class ObjectStore:
 
     def close(self) -> None:
         """Give up the lock and the directories."""
-        for name in ("_objects_fd", "_lock_fd", "_root_fd"):
+        for name in ("_objects_fd", "_dying_fd", "_lock_fd", "_root_fd"):
             fd = getattr(self, name)
             if fd >= 0:
                 os.close(fd)
@@ -184,6 +200,54 @@ class ObjectStore:
             finally:
                 os.close(folder_fd)
 
+    def bury(self, name: bytes) -> str | None:
+        """Move an object to the dying ones; its name there, None when it is not there. Raises OSError."""
+        folder, leaf = self._names(name)
+        number = 0
+        while _exists(f"{leaf}.{number}", self._dying_fd):
+            number += 1
+        try:
+            folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=self._objects_fd)
+        except FileNotFoundError:
+            return None
+        try:
+            os.rename(leaf, f"{leaf}.{number}", src_dir_fd=folder_fd, dst_dir_fd=self._dying_fd)
+        except FileNotFoundError:
+            return None
+        finally:
+            os.close(folder_fd)
+        return f"{leaf}.{number}"
+
+    def sweep(self, name: bytes) -> str | None:
+        """Remove an object that may have been handed out by an earlier run: None, or its name among the dying ones.
+
+        Raises OSError.
+        """
+        folder, leaf = self._names(name)
+        folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=self._objects_fd)
+        try:
+            return None if unlink_unmapped(leaf, folder_fd) else self.bury(name)
+        finally:
+            os.close(folder_fd)
+
+    def dying(self) -> list[tuple[str, int]]:
+        """The dying objects of earlier runs: name and allocated bytes. Raises OSError."""
+        return [
+            (leaf, allocated_bytes(os.stat(leaf, dir_fd=self._dying_fd, follow_symlinks=False)))
+            for leaf in os.listdir(self._dying_fd)
+        ]
+
+    def dying_folder(self) -> int:
+        """A descriptor of the folder of dying objects, the caller's own. Never waits. Raises OSError when closed."""
+        return os.dup(self._dying_fd)
+
+    def upgrade_format(self) -> None:
+        """Say that this directory has the format of today: last, when all else of it has. Raises OSError."""
+        if self._outdated:
+            self._write_format()
+            self._outdated = False
+            _log.warning("tier_format_upgraded path=%s format=%d", self.root, FORMAT)
+
     def scan(self) -> Iterator[tuple[bytes, os.stat_result]]:
         """Every object on the device: its name and its lstat (a symlink shows as one). Raises OSError."""
         for folder in sorted(os.listdir(self._objects_fd)):
@@ -233,14 +297,7 @@ class ObjectStore:
         try:
             fd = os.open("format", os.O_RDONLY | os.O_NOFOLLOW, dir_fd=self._root_fd)
         except FileNotFoundError:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-            fd = os.open("format.new", flags, 0o600, dir_fd=self._root_fd)
-            try:
-                os.write(fd, f"{FORMAT}\n".encode())
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-            os.rename("format.new", "format", src_dir_fd=self._root_fd, dst_dir_fd=self._root_fd)
+            self._write_format()
             return
         try:
             text = os.read(fd, 64).decode("ascii", "replace").strip()
@@ -253,6 +310,22 @@ class ObjectStore:
                 f"tier directory {self.root} has format {text}, this tierfs knows up to {FORMAT}: "
                 "upgrade tierfs, or use another directory"
             )
+        self._outdated = int(text) < FORMAT
+
+    def _write_format(self) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        fd = os.open("format.new", flags, 0o600, dir_fd=self._root_fd)
+        try:
+            os.write(fd, f"{FORMAT}\n".encode())
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.rename("format.new", "format", src_dir_fd=self._root_fd, dst_dir_fd=self._root_fd)
+
+    def _make_folder(self, name: str) -> int:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, 0o700, dir_fd=self._root_fd)
+        return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=self._root_fd)
 
     def _can_direct(self) -> bool:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_DIRECT
@@ -298,6 +371,58 @@ def allocated_bytes(status: os.stat_result) -> int:
 def is_object(status: os.stat_result, size_bytes: int) -> bool:
     """Whether this is a regular file of that length."""
     return stat.S_ISREG(status.st_mode) and status.st_size == size_bytes
+
+
+def unlink_unmapped(leaf: str, folder_fd: int) -> bool:
+    """Unlink a file unless somebody maps it or has it open; False then. One that is gone is no error. Raises OSError.
+
+    Nobody counts the maps of a file that was handed out, but a write lease on it is refused while there is one. Where
+    the file system knows no leases it is unlinked at once.
+    """
+    try:
+        fd = os.open(leaf, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder_fd)
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EACCES):
+            raise
+        os.unlink(leaf, dir_fd=folder_fd)  # no regular file, or no file of ours
+        return True
+    try:
+        if stat.S_ISREG(os.fstat(fd).st_mode) and not _lease(fd):
+            return False
+        os.unlink(leaf, dir_fd=folder_fd)
+        return True
+    finally:
+        os.close(fd)
+
+
+def _lease(fd: int) -> bool:
+    """Whether this is the only open file of it."""
+    try:
+        # Somebody who opens the file just now breaks the lease: SIGIO would end this process, SIGURG does nothing.
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EINVAL, errno.EACCES):
+            return False
+        _log_no_leases(os.fstat(fd).st_dev, error.strerror)
+    return True
+
+
+@functools.cache  # once per device
+def _log_no_leases(device: int, reason: str) -> None:
+    _log.warning("leases_not_supported device=%d:%d reason=%r: the space of an evicted object counts as free while it "
+                 "is mapped", os.major(device), os.minor(device), reason)  # fmt: skip
+
+
+def _exists(leaf: str, folder_fd: int) -> bool:
+    try:
+        os.stat(leaf, dir_fd=folder_fd, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def write_block(opened: OpenObject, offset_bytes: int, data: memoryview) -> None:

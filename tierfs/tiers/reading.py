@@ -47,7 +47,7 @@ class Reader:
 
     def span_nowait(self, entry: Entry, span: Span) -> memoryview | None:
         """LocalTier.read_nowait."""
-        if not self._usable(entry, span):
+        if not self.usable(entry, span):
             return None
         opened = self._descriptors.borrow(entry)
         if opened is None and self._mapped:
@@ -61,7 +61,7 @@ class Reader:
         if opened is None:
             return None
         try:
-            if not self._untouched(entry, opened) or not self._usable(entry, span):
+            if not self.untouched(entry, opened) or not self.usable(entry, span):
                 return None
             offset_bytes = span.block * entry.block_bytes + span.start_bytes
             if self._mapped:
@@ -80,7 +80,7 @@ class Reader:
         """LocalTier.read_soon. A read with RWF_NOWAIT that finds nothing has started the disk's read all the same; an
         NVMe disk has it after some 60 microseconds, less than a hop to a thread and back takes.
         """
-        if self._mapped or span.length_bytes > _SOON_BYTES or not self._usable(entry, span):
+        if self._mapped or span.length_bytes > _SOON_BYTES or not self.usable(entry, span):
             return None
         opened = self._descriptors.borrow(entry)
         if opened is None:
@@ -91,7 +91,7 @@ class Reader:
                 await trio.lowlevel.checkpoint()
                 view = self._cached(entry, opened, offset_bytes, span.length_bytes)
                 if view is not None:  # read, and then checked, with no checkpoint between
-                    return view if self._untouched(entry, opened) and self._usable(entry, span) else None
+                    return view if self.untouched(entry, opened) and self.usable(entry, span) else None
                 if not entry.device.nowait:
                     return None
         except OSError:
@@ -102,13 +102,13 @@ class Reader:
 
     async def span(self, entry: Entry, span: Span) -> bytes | None:
         """LocalTier.read_span."""
-        if not self._usable(entry, span):
+        if not self.usable(entry, span):
             return None
-        opened = await self._open(entry)
+        opened = await self.open(entry)
         if opened is None:
             return None
         try:
-            if not self._untouched(entry, opened) or not self._usable(entry, span):
+            if not self.untouched(entry, opened) or not self.usable(entry, span):
                 return None
             offset_bytes = span.block * entry.block_bytes + span.start_bytes
             serial = entry.stamp_serial
@@ -116,10 +116,10 @@ class Reader:
                 os.pread, opened.fd, span.length_bytes, offset_bytes, limiter=entry.device.readers
             )
             # Another reader may have noticed a foreign write meanwhile, and taken the new stamp.
-            if not self._untouched(entry, opened) or serial != entry.stamp_serial or not self._usable(entry, span):
+            if not self.untouched(entry, opened) or serial != entry.stamp_serial or not self.usable(entry, span):
                 return None
         except OSError as error:
-            await self._read_failed(entry, span.block, error)
+            await self.failed(entry, span.block, error)
             return None
         finally:
             self._descriptors.give_back(opened)
@@ -135,11 +135,11 @@ class Reader:
             return False
         assert len(buffer) == entry.length_bytes(block)
         expected = entry.digest(block)
-        opened = await self._open(entry)
+        opened = await self.open(entry)
         if opened is None:
             return False
         try:
-            self._untouched(entry, opened)
+            self.untouched(entry, opened)
             if not entry.has(block):
                 return False
             serial = entry.stamp_serial
@@ -147,9 +147,9 @@ class Reader:
                 _read_and_digest, opened, block * entry.block_bytes, buffer, limiter=entry.device.readers
             )
             # The stamp again, after the read: what was compared must be what later reads will find.
-            untouched = not entry.removing and self._untouched(entry, opened) and serial == entry.stamp_serial
+            untouched = not entry.removing and self.untouched(entry, opened) and serial == entry.stamp_serial
         except OSError as error:
-            await self._read_failed(entry, block, error)
+            await self.failed(entry, block, error)
             return False
         finally:
             self._descriptors.give_back(opened)
@@ -168,7 +168,8 @@ class Reader:
             await self._drop(entry, block)
         return False
 
-    async def _open(self, entry: Entry) -> OpenObject | None:
+    async def open(self, entry: Entry) -> OpenObject | None:
+        """The open object, borrowed; None where it cannot be opened (dealt with) or has left meanwhile."""
         opened = self._descriptors.borrow(entry)
         if opened is not None:
             return opened
@@ -184,14 +185,18 @@ class Reader:
             return None
         return self._descriptors.add(entry, fresh)
 
-    def _usable(self, entry: Entry, span: Span) -> bool:
+    def usable(self, entry: Entry, span: Span) -> bool:
+        """Whether the span lies in a verified block."""
         if not entry.has(span.block) or not entry.verified[span.block]:
             return False
         assert span.start_bytes + span.length_bytes <= entry.length_bytes(span.block)
         return True
 
-    def _untouched(self, entry: Entry, opened: OpenObject) -> bool:
-        """Whether the file is as we left it. If not, what it may have lost is dropped, the rest is to be verified."""
+    def untouched(self, entry: Entry, opened: OpenObject) -> bool:
+        """Whether the file is as we left it. If not, what it may have lost is dropped, the rest is to be verified.
+
+        Raises OSError.
+        """
         status = os.fstat(opened.fd)
         if entry.removing:
             return False
@@ -217,6 +222,10 @@ class Reader:
         for block, _ in entry.blocks():
             start_bytes = block * entry.block_bytes
             if os.lseek(opened.fd, start_bytes, os.SEEK_HOLE) < start_bytes + entry.length_bytes(block):
+                if entry.handed_out:
+                    self._statistics.corrupt_blocks += 1
+                    self._quarantine(entry)
+                    return
                 entry.drop(block)
 
     def _cached(self, entry: Entry, opened: OpenObject, offset_bytes: int, length_bytes: int) -> memoryview | None:
@@ -254,7 +263,8 @@ class Reader:
             entry.device.attention.set()
         self._remove(entry)
 
-    async def _read_failed(self, entry: Entry, block: int, error: OSError) -> None:
+    async def failed(self, entry: Entry, block: int, error: OSError) -> None:
+        """A read of that block failed: it is a miss from now on, unless the failure was ours."""
         self._statistics.failed_reads += 1
         if error.errno in _OURS or not entry.has(block):
             return
@@ -265,13 +275,27 @@ class Reader:
         """The block is a miss at once; the row goes before the caller can fetch it anew."""
         entry.drop(block)
         device = entry.device
-        async with device.lock:
-            if entry.removing or not device.readable:
-                return
-            try:
-                await device.blocking(device.remove_blocks, {entry.name: [block]})
-            except sqlite3.Error as error:
-                device.fault(error)
+        try:
+            async with device.lock:
+                if entry.removing or not device.readable:
+                    return
+                if entry.handed_out:
+                    await device.blocking(device.forget, [entry.name])
+                else:
+                    await device.blocking(device.remove_blocks, {entry.name: [block]})
+        except sqlite3.Error as error:
+            device.fault(error)
+        finally:
+            if entry.handed_out:
+                self._quarantine(entry)
+
+    def _quarantine(self, entry: Entry) -> None:
+        """Somebody may map the file, so no block of it can be made anew in place: all of it goes."""
+        if entry.removing:
+            return
+        _log.error("object_quarantined tier=%s object=%s device=%s path=%r", self._statistics.name, entry.name.hex(),
+                   entry.device.root, entry.path)  # fmt: skip
+        self._remove(entry)
 
     def _log_block(self, event: str, entry: Entry, block: int, reason: str | None) -> None:
         _log.error("%s tier=%s object=%s block=%d path=%r device=%s reason=%r", event, self._statistics.name,

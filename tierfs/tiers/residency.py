@@ -5,6 +5,7 @@ What must hold, so that a crash costs refetches and never a wrong byte:
 - filling: the data is durable before the row; synchronous=NORMAL, since a row lost to a power cut is only a refetch;
 - removing: the row is durably gone (synchronous=FULL) before the file is unlinked;
 - after an unclean stop (another boot id, and no clean-stop mark) no block counts as verified any more;
+- an object handed out as a file is marked before; synchronous=NORMAL, since no map of it outlives a power cut;
 - a stamp (mtime and ctime of the object's file after our own last write) is saved late: one that is missing or another
   than the file's only means that the next run verifies that object's blocks again.
 
@@ -31,7 +32,8 @@ CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WIT
 CREATE TABLE IF NOT EXISTS objects (
     id INTEGER PRIMARY KEY, name BLOB NOT NULL UNIQUE, key BLOB NOT NULL, size_bytes INTEGER NOT NULL,
     block_bytes INTEGER NOT NULL, path BLOB NOT NULL, model BLOB NOT NULL, model_bytes INTEGER NOT NULL,
-    last_use_s REAL NOT NULL, mtime_ns INTEGER NOT NULL DEFAULT 0, ctime_ns INTEGER NOT NULL DEFAULT 0) STRICT;
+    last_use_s REAL NOT NULL, mtime_ns INTEGER NOT NULL DEFAULT 0, ctime_ns INTEGER NOT NULL DEFAULT 0,
+    handed_out INTEGER NOT NULL DEFAULT 0) STRICT;
 CREATE TABLE IF NOT EXISTS aliases (alias BLOB PRIMARY KEY, object INTEGER NOT NULL) WITHOUT ROWID, STRICT;
 CREATE INDEX IF NOT EXISTS aliases_object ON aliases (object);
 CREATE TABLE IF NOT EXISTS blocks (
@@ -82,6 +84,7 @@ class StoredObject:
     verified: list[int] = field(default_factory=list)  # those of `blocks` that need no other proof
     aliases: list[ObjectKey] = field(default_factory=list)
     stamp: tuple[int, int] = NO_STAMP
+    handed_out: bool = False
 
     def sound(self) -> bool:
         """Whether the rows make sense; a damaged database may hold anything."""
@@ -161,6 +164,12 @@ class Residency:
                 [(name, block) for block in blocks],
             )
 
+    def hand_out(self, name: ObjectKey) -> None:
+        """Remember, across the death of this process, that somebody may map this object's file."""
+        with self._transaction("NORMAL") as db:
+            if db.execute("UPDATE objects SET handed_out = 1 WHERE name = ?", (name,)).rowcount != 1:
+                raise sqlite3.IntegrityError(f"no object {name.hex()} in {self._path}")
+
     def save(
         self,
         *,
@@ -230,6 +239,7 @@ class Residency:
         db.execute("PRAGMA locking_mode = EXCLUSIVE")
         db.execute("PRAGMA journal_mode = WAL")
         db.executescript(_SCHEMA)
+        self._migrate(db)
         if db.execute("PRAGMA quick_check(1)").fetchone() != ("ok",):
             raise sqlite3.DatabaseError("quick_check found damage")
         meta = dict(db.execute("SELECT name, value FROM meta").fetchall())
@@ -240,11 +250,12 @@ class Residency:
             db.execute("INSERT OR REPLACE INTO meta VALUES ('boot', ?), ('clean', '0')", (self._boot,))
         objects: dict[int, StoredObject] = {}
         for number, *columns in db.execute(
-            "SELECT id, name, key, size_bytes, block_bytes, path, model, model_bytes, last_use_s, mtime_ns, ctime_ns"
-            " FROM objects"
+            "SELECT id, name, key, size_bytes, block_bytes, path, model, model_bytes, last_use_s, mtime_ns, ctime_ns,"
+            " handed_out FROM objects"
         ):
-            objects[number] = StoredObject(*columns[:-2])
-            objects[number].stamp = (columns[-2], columns[-1])
+            objects[number] = StoredObject(*columns[:-3])
+            objects[number].stamp = (columns[-3], columns[-2])
+            objects[number].handed_out = bool(columns[-1])
         for number, block, digest, verified in db.execute("SELECT object, block, digest, verified FROM blocks"):
             if number in objects:
                 objects[number].blocks.append((block, BlockDigest(digest)))
@@ -257,6 +268,12 @@ class Residency:
         for model, loads, counted_s, last_use_s in db.execute("SELECT * FROM models"):
             stored.models.append((model, Heat(loads, counted_s, last_use_s)))
         return stored
+
+    @staticmethod
+    def _migrate(db: sqlite3.Connection) -> None:
+        """Format 1 (see objects.py) had no handed_out: nothing was."""
+        if "handed_out" not in {column for _, column, *_ in db.execute("PRAGMA table_info(objects)")}:
+            db.execute("ALTER TABLE objects ADD COLUMN handed_out INTEGER NOT NULL DEFAULT 0")
 
     def _move_aside(self) -> str:
         # One earlier wreck is kept, not a heap of them.

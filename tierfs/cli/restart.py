@@ -1,0 +1,47 @@
+"""`tierfs restart MOUNTPOINT`: another daemon for a mount, which stays.
+
+The new one runs the code and the configuration that are installed by then. Readers wait meanwhile; passthrough readers
+notice nothing. Only in channel mode, where the mount is not the daemon's.
+"""
+
+import contextlib
+import os
+import signal
+import time
+from typing import Annotated
+
+import typer
+
+from tierfs.blocks.errors import ControlError
+from tierfs.cli.errors import one_line
+from tierfs.cli.mount import overrides
+from tierfs.config.load import load_mount_config
+from tierfs.control import registry
+from tierfs.control.socket import ask
+
+_MARGIN_S = 30.0  # beyond mount.restart_grace: the old daemon ends before the new one starts
+_ASK_AGAIN_S = 0.05
+
+
+def restart(mountpoint: Annotated[str, typer.Argument(help="Where the tierfs is mounted, in channel mode.")]) -> None:
+    """Replace the daemon of a mount without unmounting: a new version, or a changed configuration."""
+    with one_line():
+        record = registry.find(os.path.abspath(mountpoint))
+        if not record.alive:
+            raise ControlError(f"{record.mountpoint} is dead (pid {record.pid} is gone): mount it again")
+        if not record.channel:
+            raise ControlError(
+                f"{record.mountpoint} runs in direct mode, where the mount ends with its daemon:"
+                " unmount and mount again"
+            )
+        settings = load_mount_config(record.config, overrides(record.options))  # a broken one changes nothing
+        os.kill(record.pid, signal.SIGHUP)
+        deadline_s = time.monotonic() + settings.mount.restart_grace + _MARGIN_S
+        while time.monotonic() < deadline_s:
+            if not record.alive:
+                raise ControlError(f"the channel of {record.mountpoint} ended; its log: {record.log_file}")
+            with contextlib.suppress(ControlError):
+                if next(ask(record, "status", timeout_s=2.0))["daemon"]["pid"] != record.daemon_pid:
+                    return
+            time.sleep(_ASK_AGAIN_S)
+        raise ControlError(f"no other daemon answers for {record.mountpoint}; its log: {record.log_file}")

@@ -1,0 +1,158 @@
+"""Places instead of bytes: objects that the channel, or the kernel by itself, reads from. Called by local.py, on the
+trio thread.
+
+What must hold: a place is told under the same rules as bytes are returned (see reading.py); while one is held, the
+object stays open, and lent; an object is lent once per time it is open; one that is handed out whole is marked before
+anybody can map it.
+"""
+
+import logging
+import os
+import sqlite3
+
+import trio
+
+from tierfs.blocks.spans import Span
+from tierfs.tiers.descriptors import Descriptors
+from tierfs.tiers.index import Entry
+from tierfs.tiers.interface import Lender, LentFile, Part, TierStatistics
+from tierfs.tiers.objects import OpenObject
+from tierfs.tiers.reading import Reader
+
+_log = logging.getLogger(__name__)
+
+_REFUSED_S = 10.0  # so long the channel is not asked again for an object it refused
+
+
+class ObjectHold:
+    """Keeps an object open; implements ``interface.Hold``."""
+
+    __slots__ = ("_descriptors", "_opened")
+
+    def __init__(self, descriptors: Descriptors, opened: OpenObject) -> None:
+        self._descriptors = descriptors
+        self._opened: OpenObject | None = opened
+
+    def release(self) -> None:
+        """See Hold."""
+        opened, self._opened = self._opened, None
+        assert opened is not None, "a hold is released once"
+        self._descriptors.give_back(opened)
+
+
+class Lending:
+    """What one tier lends. Nothing while there is no lender."""
+
+    def __init__(self, *, descriptors: Descriptors, reader: Reader, statistics: TierStatistics) -> None:
+        self._descriptors = descriptors
+        self._reader = reader
+        self._statistics = statistics
+        self._under_way: dict[OpenObject, trio.Event] = {}
+
+    async def locate(self, entry: Entry, span: Span) -> Part | None:
+        """LocalTier.locate."""
+        if self._descriptors.lender is None or not self._reader.usable(entry, span):
+            return None
+        opened = await self._reader.open(entry)
+        if opened is None:
+            return None
+        kept = False
+        try:
+            lent = opened.lent or await self._lend(opened)
+            # Looked at last, with no checkpoint between here and the caller.
+            if lent is None or not self._reader.untouched(entry, opened) or not self._reader.usable(entry, span):
+                return None
+            if span.start_bytes == 0:
+                self._statistics.hit_blocks += 1
+            kept = True
+            offset_bytes = span.block * entry.block_bytes + span.start_bytes
+            return Part(lent, offset_bytes, span.length_bytes, ObjectHold(self._descriptors, opened))
+        except OSError as error:
+            await self._reader.failed(entry, span.block, error)
+            return None
+        finally:
+            if not kept:
+                self._descriptors.give_back(opened)
+
+    async def whole(self, entry: Entry) -> LentFile | None:
+        """LocalTier.whole."""
+        if self._descriptors.lender is None or not _complete(entry):
+            return None
+        opened = await self._reader.open(entry)
+        if opened is None:
+            return None
+        try:
+            lent = opened.lent or await self._lend(opened)
+            if lent is None or not self._reader.untouched(entry, opened) or not _complete(entry):
+                return None
+            entry.handed_out = True  # no checkpoint since it was complete: nothing of it is dropped or written now
+            if not entry.handed_out_saved and not await self._save(entry):
+                return None
+            return lent if self._reader.untouched(entry, opened) and _complete(entry) else None
+        except OSError as error:
+            await self._reader.failed(entry, 0, error)
+            return None
+        finally:
+            self._descriptors.give_back(opened)
+
+    async def failed(self, lent: LentFile, offset_bytes: int, error_number: int) -> None:
+        """LocalTier.failed. ``error_number`` 0: the file ended before."""
+        entry = self._descriptors.owner(lent)
+        if not isinstance(entry, Entry):
+            return
+        error = OSError(error_number, os.strerror(error_number) if error_number else "short file")
+        await self._reader.failed(entry, offset_bytes // entry.block_bytes, error)
+
+    async def _lend(self, opened: OpenObject) -> LentFile | None:
+        """Lend an object that the caller has borrowed; of several callers one does it."""
+        while opened.lent is None and opened in self._under_way:
+            await self._under_way[opened].wait()
+        lender = self._descriptors.lender
+        if opened.lent is not None or lender is None or trio.current_time() < opened.lend_again_s:
+            return opened.lent
+        done = self._under_way[opened] = trio.Event()
+        try:
+            opened.lent = await _lend_read_only(lender, opened)
+            if opened.lent is None:
+                opened.lend_again_s = trio.current_time() + _REFUSED_S
+        finally:
+            del self._under_way[opened]
+            done.set()
+        return opened.lent
+
+    async def _save(self, entry: Entry) -> bool:
+        device = entry.device
+        async with device.lock:
+            if entry.removing or not device.readable:
+                return False
+            if not entry.handed_out_saved:
+                try:
+                    await device.blocking(device.hand_out, entry.name)
+                except sqlite3.Error as error:
+                    device.fault(error)
+                    return False
+                entry.handed_out_saved = True
+        return True
+
+
+async def _lend_read_only(lender: Lender, opened: OpenObject) -> LentFile | None:
+    try:
+        fd = opened.reopen()
+    except OSError as error:  # our own lack of something: the object is as good as before
+        _log.warning("object_cannot_be_lent bytes=%d reason=%r", opened.size_bytes, error.strerror)
+        return None
+    try:
+        return await lender.lend(fd, opened.size_bytes)
+    finally:
+        os.close(fd)
+
+
+def _complete(entry: Entry) -> bool:
+    """Whether every block can be read, and none is being written."""
+    return (
+        not entry.removing
+        and 0 < entry.resident_blocks == len(entry.resident)
+        and 0 not in entry.verified
+        and not entry.writing
+        and not entry.pending
+    )
