@@ -17,7 +17,7 @@
 
 extern char **environ;
 
-#define SOCKET_BYTES (4 << 20)
+#define SOCKET_BYTES (8 << 20)
 
 /* What a daemon that runs as root keeps: reading sources and tiers of any owner, locked memory, descriptors. */
 static const int DAEMON_KEEPS[] = {CAP_CHOWN, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_FOWNER, CAP_LEASE,
@@ -69,9 +69,10 @@ struct epoch *epoch_start(struct channel *c, unsigned number) {
     for (unsigned i = 0; i < FILE_SLOTS; i++)
         e->files[i].fd = -1;
     int size = SOCKET_BYTES;
-    for (int i = 0; i < 2; i++) {
-        if (setsockopt(fuse[i], SOL_SOCKET, SO_SNDBUFFORCE, &size, sizeof size))
-            setsockopt(fuse[i], SOL_SOCKET, SO_SNDBUF, &size, sizeof size);
+    int sized[] = {fuse[0], fuse[1], control[0]}; /* the list of open handles must fit */
+    for (size_t i = 0; i < sizeof sized / sizeof *sized; i++) {
+        if (setsockopt(sized[i], SOL_SOCKET, SO_SNDBUFFORCE, &size, sizeof size))
+            setsockopt(sized[i], SOL_SOCKET, SO_SNDBUF, &size, sizeof size);
     }
     char variable[96];
     snprintf(variable, sizeof variable, "TIERFS_CHANNEL=%d,%d,%u", fuse[1], control[1], number);

@@ -269,6 +269,9 @@ class TierFile(TierfsWarm):
     def counters(self) -> dict[str, float]:
         return {}
 
+    def memory_limit_bytes(self) -> int | None:
+        return None
+
     def objection(self, counted: dict[str, float]) -> str:
         return ""
 

@@ -38,11 +38,13 @@ class FakeLender:
         self.files: dict[int, int] = {}  # slot: descriptor
         self.lent: list[FakeLent] = []
         self.refuse = False
+        self.meanwhile: Callable[[], None] = lambda: None
 
     async def lend(self, fd: int, size_bytes: int) -> LentFile | None:
         kept = os.dup(fd)
         try:
             await trio.lowlevel.checkpoint()
+            self.meanwhile()
         except BaseException:
             os.close(kept)
             raise
@@ -258,13 +260,42 @@ def test_only_what_is_complete_and_verified_is_handed_out(kit: Kit) -> None:
             await tier.flush()
             (file,) = kit.objects()
             os.utime(file)
-            assert await tier.whole(content.key) is None
+            assert await tier.whole(content.key) is None  # touched
+            assert await tier.whole(content.key) is None  # not verified since
             assert await content.hits(tier) == 4
             lent = await tier.whole(content.key)
             assert lent is not None
             assert os.pread(kit.lender.files[lent.slot], 1 << 20, 0) == content.bytes
             assert await tier.whole(content.key) is lent
             assert await tier.whole(ObjectKey(bytes(16))) is None
+
+    run(test)
+
+
+def test_file_that_somebody_touches_while_it_is_lent_is_not_handed_out(kit: Kit) -> None:
+    async def test() -> None:
+        content = Content(1, 3 * BLOCK)
+        async with running(kit.tier()) as tier:
+            await content.fill(tier)
+            (file,) = kit.objects()
+            kit.lender.meanwhile = lambda: damage(file, content)
+            assert await tier.whole(content.key) is None
+            assert await content.hits(tier) == 2  # one block is lost, and not all of it: it was not handed out
+            assert content.offer(tier, 1) is Offer.ACCEPTED
+
+    run(test)
+
+
+def test_evicted_while_it_is_lent_is_no_place_and_stays_nowhere(kit: Kit) -> None:
+    async def test() -> None:
+        content = Content(1, 3 * BLOCK)
+        async with running(kit.tier()) as tier:
+            for ask in (tier.whole, lambda key: tier.locate(key, Span(0, 0, 1))):
+                await content.fill(tier)
+                kit.lender.meanwhile = lambda: tier._removals.remove(tier._index.get(content.key))  # type: ignore[arg-type]
+                assert await ask(content.key) is None
+                kit.lender.meanwhile = lambda: None
+                await until(lambda: kit.lender.files == {} and tier.statistics().used_bytes == 0)
 
     run(test)
 

@@ -32,7 +32,7 @@ import trio
 from tierfs.blocks.errors import CorruptBlock, NoBuffer, SourceTimeout, SourceUnavailable, TierFailed, TierfsError
 from tierfs.blocks.ids import ContentId, ObjectKey, VersionId, digest_block
 from tierfs.blocks.spans import Span, block_length, whole_block
-from tierfs.cache.buffers import BlockLease, Buffer, BufferPool
+from tierfs.cache.buffers import BlockLease, Buffer, BufferPool, PartBudget
 from tierfs.cache.inflight import Load, Slots
 from tierfs.cache.memory import BlockKey, BlockMemory, MemoryBlock
 from tierfs.policy.admission import HotAdmission, Mode
@@ -46,6 +46,7 @@ _BACKOFF_LIMIT_S = 2.0
 _SAME_OUTAGE_S = 1.0
 _TIMED_OUT_MAX = 10_000
 _SOURCE_LOADS = 32  # fetches at once: bandwidth x delay of a fast, far source (128 MiB of 4 MiB blocks)
+_WHOLE_S = 5.0  # an open waits no longer for the tiers to hand out an object; it works without, too
 _LOCAL_LOADS = 8  # whole-block reads from local tiers at once; NVMe is saturated by fewer
 
 
@@ -123,6 +124,8 @@ class BlockCache:
         self._timed_out: dict[BlockKey, float] = {}  # when a reader last waited for it in vain
         self._source_slots = Slots(max(2, min(_SOURCE_LOADS, pool.slots // 4)))
         self._local_slots = Slots(max(2, min(_LOCAL_LOADS, pool.slots // 4)))
+        # Loads under way hold up to half of the buffers: what waits for one must never hold them all.
+        self.gathering = PartBudget(pool.slots // 2)
         self._source_busy = Busy()
         self._tier_busy = Busy()
         self._nursery: trio.Nursery | None = None
@@ -238,15 +241,34 @@ class BlockCache:
         block = await self._wait(file, key, span.block)
         return self._serve((key, span.block), block, span)
 
+    def locate_nowait(self, file: FileFacts, span: Span) -> Part | None:
+        """Where that span lies, if its block is in memory. The caller releases the part's hold once."""
+        key = self.key(file.version)
+        found = self.memory.get((key, span.block))
+        if found is None:
+            return None
+        self.statistics.memory_hit_blocks += 1
+        return self._place((key, span.block), found, span)
+
+    async def bring(self, file: FileFacts, span: Span, *, sequential: bool) -> None:
+        """Wait until locate() need not wait for a load of that block, and hold nothing. Raises as the reads do."""
+        key = self.key(file.version)
+        if (key, span.block) in self.memory:
+            return
+        tier = self._nearest(key, span.block)
+        if tier is None or (sequential and not tier.mapped):
+            if sequential:
+                self.on_wait()
+            await self._wait(file, key, span.block)
+
     async def locate(self, file: FileFacts, span: Span, *, sequential: bool) -> Part:
         """Where that span lies: in the pool, or in a tier's file. The caller releases the part's hold once.
 
-        Decides, waits and raises as the reads do. Cancelling the reader leaves the load running for the others.
+        Decides, waits and raises as read() does. Cancelling the reader leaves the load running for the others.
         """
         key = self.key(file.version)
         found = self.memory.get((key, span.block))
         if found is not None:
-            self.statistics.memory_hit_blocks += 1
             return self._place((key, span.block), found, span)
         tier = self._nearest(key, span.block)
         if tier is not None and (tier.mapped or not sequential):
@@ -259,10 +281,14 @@ class BlockCache:
                 return self._place((key, span.block), found, span)
         if sequential:
             self.on_wait()
-        block = await self._wait(file, key, span.block)
-        return self._place((key, span.block), block, span)
+        block = await self._wait_held(file, key, span.block)
+        try:
+            return self._place((key, span.block), block, span)
+        finally:
+            block.buffer.release()
 
     def _place(self, key: BlockKey, block: MemoryBlock, span: Span) -> Part:
+        """As _serve, with a hold. No checkpoint between finding the block, or holding it, and here."""
         self._serve(key, block, span)
         block.buffer.hold()
         return Part(None, block.buffer.offset_bytes + span.start_bytes, span.length_bytes, block.buffer)
@@ -290,12 +316,26 @@ class BlockCache:
         return found[0] if found else None
 
     async def whole(self, file: FileFacts) -> LentFile | None:
-        """The file as one object that may be read without us, from the nearest tier that has all of it."""
-        for tier in self.tiers:
-            lent = await tier.whole(self.key(file.version))
-            if lent is not None:
-                return lent
-        return None
+        """The file as one object that may be read without us, from the nearest tier that has all of it.
+
+        None where there is none, or the tiers do not say so in time. Raises SourceUnavailable when stopping.
+        """
+        key = self.key(file.version)
+        holders = [tier for tier in self.tiers if tier.resident_bytes(key) >= file.size_bytes]
+        if not holders:
+            return None
+        found: list[LentFile] = []
+
+        async def ask() -> None:
+            for tier in holders:
+                lent = await tier.whole(key)
+                if lent is not None:
+                    found.append(lent)
+                    return
+
+        with trio.move_on_after(_WHOLE_S):
+            await self._in_nursery(ask, what=f"whole path={file.path!r}")
+        return found[0] if found else None
 
     async def failed(self, lent: LentFile | None, offset_bytes: int, error_number: int) -> None:
         """Reading a lent file failed there: its tier deals with it. None: it was the pool, which has no medium."""
@@ -387,6 +427,13 @@ class BlockCache:
         return block.buffer.view[span.start_bytes : span.start_bytes + span.length_bytes]
 
     async def _wait(self, file: FileFacts, key: ObjectKey, block: int) -> MemoryBlock:
+        """The block, valid until the next checkpoint."""
+        found = await self._wait_held(file, key, block)
+        found.buffer.release()
+        return found
+
+    async def _wait_held(self, file: FileFacts, key: ObjectKey, block: int) -> MemoryBlock:
+        """The block, with a hold on its buffer that the caller releases: it may have been dropped from memory."""
         if trio.current_time() - self._timed_out.get((key, block), -math.inf) < _SAME_OUTAGE_S:
             # Whoever comes once the source is back finds it.
             (self._loads.get((key, block)) or self._start(file, key, block, demand=False)).hurry.set()
@@ -396,10 +443,12 @@ class BlockCache:
         try:
             with trio.move_on_after(self._timeout_s):
                 await load.done.wait()
-        finally:
-            load.leave()
+        except BaseException:
             if load.block is not None:
                 load.block.buffer.release()  # the hold that _run_load took for this waiter
+            raise
+        finally:
+            load.leave()
         if load.block is not None:
             return load.block
         if load.error is not None:

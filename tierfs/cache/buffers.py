@@ -4,20 +4,26 @@ Every byte that passes through Python's memory lands here: fetches, loads from w
 pool is one memfd mapping cut into slots of one block, so that slots are page aligned (O_DIRECT) and another process
 or a NIC can be given the same memory. Pages that no block ever used cost nothing.
 
-A slot is free, or it is held by a Buffer. A Buffer counts its holders (the memory block, leases of writers); the
-last one to release it frees the slot.
+A slot is free, or it is held by a Buffer. A Buffer counts its holders (the memory block, leases of writers, replies
+that another process copies from here); the last one to release it frees the slot.
 """
 
 import fcntl
 import mmap
 import os
-from collections.abc import Callable
+import weakref
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import trio
 
 from tierfs.blocks.errors import NoBuffer
 
-_SWEEP_S = 0.002
+_SWEEP_S = 0.002  # while somebody waits for a buffer: looking costs little beside what a block takes from anywhere
+
+
+def _nothing_outside() -> bool:
+    return False
 
 
 class Buffer:
@@ -85,9 +91,11 @@ class BufferPool:
         self.block_bytes = block_bytes
         self.reclaim: Callable[[], bool] = lambda: False
         self.recycle: Callable[[], bool] = lambda: False
-        self.sweep: Callable[[], bool] = lambda: False
+        self.sweep: Callable[[], bool] = _nothing_outside
+        self._sweeping = False  # one of those who wait in acquire() does it for all
         self.size_bytes = self.slots * block_bytes
         self.fd = os.memfd_create("tierfs-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        weakref.finalize(self, os.close, self.fd)
         os.ftruncate(self.fd, self.size_bytes)
         # Whoever else maps it must not be hurt by a file that shrinks.
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
@@ -109,9 +117,9 @@ class BufferPool:
 
     def acquire_nowait(self) -> Buffer | None:
         """A buffer, if one is free or can be freed at once."""
-        fresh = not self._free or self._free[-1] >= self._touched
-        if fresh:
-            self.sweep()
+        fresh = self._only_fresh()
+        if fresh and self.sweep():
+            fresh = self._only_fresh()
         if fresh and not self.recycle() and not self._free and not self.reclaim():
             return None
         index = self._free.pop()
@@ -126,9 +134,7 @@ class BufferPool:
             return buffer
         with trio.move_on_after(timeout_s):
             while True:
-                # The channel is done with a reply when it says so in shared memory, which wakes nobody.
-                with trio.move_on_after(_SWEEP_S):
-                    await self._waiters.park()
+                await self._released()
                 buffer = self.acquire_nowait()
                 if buffer is not None:
                     return buffer
@@ -138,6 +144,58 @@ class BufferPool:
         """Something became reclaimable: let one waiter look again."""
         self._waiters.unpark()
 
+    def _only_fresh(self) -> bool:
+        """Whether no slot is free that was used before."""
+        return not self._free or self._free[-1] >= self._touched
+
+    async def _released(self) -> None:
+        """Wait until another look may help.
+
+        The channel is done with a reply when it says so in shared memory, which wakes nobody: one of those who wait
+        looks for it.
+        """
+        if self._sweeping or self.sweep is _nothing_outside:
+            await self._waiters.park()
+            return
+        self._sweeping = True
+        try:
+            while True:
+                with trio.move_on_after(_SWEEP_S):
+                    await self._waiters.park()
+                    return
+                if self.sweep():
+                    return
+        finally:
+            self._sweeping = False
+            self._waiters.unpark()  # whoever still waits goes on looking
+
     def _freed(self, index: int) -> None:
         self._free.append(index)
         self._waiters.unpark()
+
+
+class PartBudget:
+    """How many buffers may be held by requests that still wait for more of them.
+
+    Without a bound, requests of several parts could hold all buffers between them, each waiting for its last part.
+    """
+
+    def __init__(self, limit_parts: int) -> None:
+        self._limit_parts = limit_parts
+        self._held_parts = 0
+        self._turn = trio.Lock()  # in order of arrival: a request of many parts must not starve
+        self._given_back = trio.lowlevel.ParkingLot()
+
+    @asynccontextmanager
+    async def hold(self, parts: int) -> AsyncIterator[None]:
+        """So many parts (at most the whole limit) while inside. Cancellation leaves nothing."""
+        parts = min(parts, self._limit_parts)
+        async with self._turn:
+            while self._held_parts + parts > self._limit_parts:
+                await self._given_back.park()
+            self._held_parts += parts
+        try:
+            yield
+        finally:
+            self._held_parts -= parts
+            self._given_back.unpark_all()

@@ -72,13 +72,30 @@ class FileView:
             return []
         plan = self._observe(offset_bytes, length_bytes)
         first, *rest = spans(offset_bytes, length_bytes, self._cache.block_bytes)
-        for span in rest:
+        if not rest:
+            part = self._cache.locate_nowait(self.facts, first)
+            if part is not None:
+                return [part]
+        with trio.fail_after(self._request_timeout_s):
+            if not rest:
+                return [await self._cache.locate(self.facts, first, sequential=plan.sequential)]
+            return await self._locate_parts([first, *rest], sequential=plan.sequential)
+
+    async def _locate_parts(self, spans: list[Span], *, sequential: bool) -> list[Part]:
+        """A request that crosses a block border: a part of each block, in the end all held at once.
+
+        Nothing is held while the blocks are on their way: readers of a source that is away must not keep buffers, or
+        the budget, from those of resident files.
+        """
+        for span in spans[1:]:
             self._cache.prefetch(self.facts, span.block)
+        for span in spans:
+            await self._cache.bring(self.facts, span, sequential=sequential)
         parts: list[Part] = []
         try:
-            with trio.fail_after(self._request_timeout_s):
-                for span in (first, *rest):
-                    parts.append(await self._cache.locate(self.facts, span, sequential=plan.sequential))
+            async with self._cache.gathering.hold(len(spans)):
+                for span in spans:
+                    parts.append(await self._cache.locate(self.facts, span, sequential=sequential))
         except BaseException:
             for part in parts:
                 part.hold.release()

@@ -2,22 +2,27 @@
 
 Called by fuse/operations (by inode number) and by the control interface (by path). An open file keeps the version it
 opened; a new open of a superseded version is answered StaleVersion, which makes the kernel look the path up again.
-Directory handles keep the tree they were opened on, so that a listing stays stable while generations change.
+
+Handles say by themselves what they are, since the kernel keeps them while one daemon follows another: that of a file
+is its inode number, that of a directory see listings.py. A handle of an earlier daemon is adopted: from the newest
+generation, or from what was kept of the versions that were open when their generation was superseded.
 """
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from tierfs.blocks.errors import NotFound, StaleVersion
-from tierfs.blocks.ids import VersionId
+from tierfs.blocks.ids import ContentId, VersionId
 from tierfs.cache.block_cache import BlockCache, FileFacts
 from tierfs.cache.memory import BlockKey
 from tierfs.cache.prefetcher import Prefetcher
-from tierfs.catalog.schema import Kind
+from tierfs.catalog.schema import Entry, Kind
+from tierfs.catalog.superseded import Superseded
 from tierfs.formats.shards import following_shard
 from tierfs.fs.file_view import FileView
 from tierfs.fs.inodes import Inodes
+from tierfs.fs.listings import Listings
 from tierfs.fs.tree import Node, Tree
 from tierfs.policy.readahead import Readahead, ReadaheadConfig
 
@@ -28,13 +33,12 @@ _FOLLOWED_FILES = (
     4  # at once: a window may reach over thousands of small numbered files, and each read would walk them all
 )
 
-_POSITION_BITS = 32
-_POSITION_MASK = (1 << _POSITION_BITS) - 1
-_GENERATION_MASK = (1 << 31) - 1
-
 
 class Filesystem:
-    """All state of the mount but the cache's."""
+    """All state of the mount but the cache's.
+
+    ``superseded``: what an earlier daemon kept of versions that may still be open.
+    """
 
     def __init__(
         self,
@@ -45,6 +49,7 @@ class Filesystem:
         prefetcher: Prefetcher,
         readahead: ReadaheadConfig,
         request_timeout_s: float,
+        superseded: Iterable[Superseded] = (),
     ) -> None:
         self.tree = tree
         self.inodes = inodes
@@ -53,14 +58,35 @@ class Filesystem:
         self._readahead = readahead
         self._request_timeout_s = request_timeout_s
         self._views: dict[int, FileView] = {}  # by inode number
-        self._listed: dict[int, tuple[Tree, int]] = {}  # by generation: an older tree and how many listings are on it
+        self._superseded = {record.inode: record for record in superseded}
+        self._listings = Listings()
         self._expected: OrderedDict[int, Readahead] = OrderedDict()  # of files a loader will open next
         cache.memory.on_wasted = self._wasted
         # Version -> a symlink that leads to it (hub cache: the snapshot's name of a blob); built on first use.
         self._linked_names: dict[bytes, Node] | None = None
+        cache.learn({VersionId(r.version): ContentId(r.content) for r in self._superseded.values() if r.content})
+
+    def superseded_by(self, tree: Tree) -> list[Superseded]:
+        """What must be kept of open versions that the tree lacks, before it is put in place."""
+        records = {inode: record for inode, record in self._superseded.items() if tree.node(inode) is None}
+        for inode, view in self._views.items():
+            if tree.node(inode) is None:
+                records[inode] = self._record(inode, view.facts, view.entry)
+        return list(records.values())
+
+    def superseded_since(self, before: Tree, inodes: Iterable[int]) -> list[Superseded]:
+        """As superseded_by, of a change that no daemon followed: what a tree of an earlier daemon has of these inodes
+        and the newest one lacks. They count as kept from now on.
+        """
+        for inode in inodes:
+            node = before.node(inode)
+            if node is not None and node.entry.kind is Kind.FILE and self.tree.node(inode) is None:
+                self._superseded[inode] = self._record(inode, before.facts(node), node.entry)
+        return self.superseded_by(self.tree)
 
     def replace(self, tree: Tree) -> None:
-        """A new generation; what is open stays as it is."""
+        """A new generation; what is open stays as it is. See superseded_by."""
+        self._superseded = {record.inode: record for record in self.superseded_by(tree)}
         log.info("generation number=%d entries=%d", tree.catalog.generation, len(tree.catalog.entries))
         self.tree = tree
         self._linked_names = None
@@ -93,45 +119,38 @@ class Filesystem:
         view = self._views.get(inode)
         if view is not None:
             return Node(inode, -1, view.entry), 0
+        record = self._superseded.get(inode)
+        if record is not None:
+            return Node(inode, -1, _entry(record)), 0
         raise StaleVersion(f"inode {inode} is not in generation {self.tree.catalog.generation}")
 
     # -- open files and directories --------------------------------------------------------------------------------
 
     def open(self, inode: int) -> FileView:
         """Open a version for reading. Raises StaleVersion when it is not the newest one at its path."""
-        view = self._view_of(self.node(inode))
+        node = self.node(inode)
+        view = self._views.get(inode) or self._view_of(node)
         view.opens += 1
         return view
 
+    def view(self, inode: int) -> FileView:
+        """The view of a handle; one of an earlier daemon is adopted. Raises StaleVersion where it is not known."""
+        return self._views.get(inode) or self._adopted(inode, 1)
+
     def adopt(self, inode: int, opens: int) -> None:
-        """A file that was opened before this daemon was started. One that is known nowhere is left out: see view()."""
+        """So many handles of an earlier daemon are open. Of an inode known nowhere nothing is (reads: StaleVersion)."""
+        if opens <= 0:
+            return
         try:
-            self._view_of(self.node(inode)).opens += opens
+            self._adopted(inode, opens)
         except StaleVersion:
             log.warning("open_version_not_known inode=%d handles=%d: its reads fail with ESTALE", inode, opens)
 
-    def _view_of(self, node: Node) -> FileView:
-        inode = node.inode
-        view = self._views.get(inode)
-        if view is None:
-            facts = self.tree.facts(node)
-            tree = self.tree
-            view = FileView(
-                facts,
-                node.entry,
-                cache=self.cache,
-                prefetcher=self._prefetcher,
-                request_timeout_s=self._request_timeout_s,
-                readahead=self._expected.pop(inode) if inode in self._expected else self._new_readahead(facts),
-                go_on=lambda window_bytes: self._go_on(tree, node, window_bytes),
-            )
-            self._views[inode] = view
-            self.cache.opened(facts.version)
-        return view
-
-    def view(self, inode: int) -> FileView:
-        """The view of an open file. Raises StaleVersion for a handle of an earlier daemon whose version is gone."""
-        return self._views.get(inode) or self._view_of(self.node(inode))
+    def adopt_all(self, handles: Mapping[int, int]) -> None:
+        """All handles of an earlier daemon that are open, by inode. What else was kept is open no longer."""
+        for inode, opens in handles.items():
+            self.adopt(inode, opens)
+        self._superseded = {inode: record for inode, record in self._superseded.items() if inode in self._views}
 
     def close(self, inode: int) -> None:
         """One handle fewer; the last one lets the view go. A handle that is not known is nothing to close."""
@@ -139,14 +158,66 @@ class Filesystem:
         if view is None:
             return
         view.opens -= 1
-        if view.opens <= 0:
+        if view.opens == 0:
             del self._views[inode]
+            self._superseded.pop(inode, None)
             self._prefetcher.forget(view.facts)
             self.cache.closed(view.facts.version)
 
+    def _adopted(self, inode: int, opens: int) -> FileView:
+        view = self._views.get(inode)
+        if view is None:
+            node = self.tree.node(inode)
+            record = self._superseded.get(inode)
+            if node is not None and node.entry.kind is Kind.FILE:
+                view = self._view_of(node)
+            elif record is not None:
+                # There is no tree to go on in.
+                view = self._new_view(inode, _facts(record), _entry(record), lambda window_bytes: None)
+            else:
+                raise StaleVersion(f"inode {inode} is open, but in no generation that is known here")
+        view.opens = max(view.opens, opens)
+        return view
+
+    def _view_of(self, node: Node) -> FileView:
+        tree = self.tree
+        return self._new_view(
+            node.inode, tree.facts(node), node.entry, lambda window_bytes: self._go_on(tree, node, window_bytes)
+        )
+
+    def _new_view(self, inode: int, facts: FileFacts, entry: Entry, go_on: Callable[[int], None]) -> FileView:
+        """A view that nobody counts yet."""
+        view = self._views[inode] = FileView(
+            facts,
+            entry,
+            cache=self.cache,
+            prefetcher=self._prefetcher,
+            request_timeout_s=self._request_timeout_s,
+            readahead=self._expected.pop(inode) if inode in self._expected else self._new_readahead(facts),
+            go_on=go_on,
+        )
+        self.cache.opened(facts.version)
+        return view
+
+    def _record(self, inode: int, facts: FileFacts, entry: Entry) -> Superseded:
+        key = bytes(self.cache.key(facts.version))
+        return Superseded(
+            inode=inode,
+            version=facts.version,
+            content=b"" if key == facts.version else key,
+            path=facts.path,
+            size_bytes=facts.size_bytes,
+            mode=entry.mode,
+            mtime_ns=entry.mtime_ns,
+            links=entry.links,
+            model=facts.model,
+            model_bytes=facts.model_bytes,
+        )
+
     def open_versions(self) -> set[VersionId]:
-        """The versions that are open."""
-        return {view.facts.version for view in self._views.values()}
+        """The versions that are open, or may be."""
+        kept = {VersionId(record.version) for record in self._superseded.values()}
+        return kept | {view.facts.version for view in self._views.values()}
 
     @property
     def open_files(self) -> int:
@@ -154,42 +225,25 @@ class Filesystem:
         return len(self._views)
 
     def open_directory(self, inode: int) -> int:
-        """A handle for a stable listing. It says by itself what it lists: a generation, and a place in its catalog."""
+        """A handle for a stable listing."""
         node = self.node(inode)
         assert node.entry.kind is Kind.DIRECTORY
-        generation = self.tree.catalog.generation
-        _, listings = self._listed.get(generation, (self.tree, 0))
-        self._listed[generation] = (self.tree, listings + 1)
-        return (generation & _GENERATION_MASK) << _POSITION_BITS | node.position
+        return self._listings.open(self.tree, node)
 
     def entries(self, handle: int, start: int) -> Iterator[tuple[bytes, Node, int]]:
         """Name, node and link count from a position on; the two dots come first.
 
-        Raises StaleVersion for a handle of an earlier daemon, on a generation that this one never had.
+        Raises StaleVersion for a handle of an earlier daemon on a generation that is not here.
         """
-        tree = self._tree_of(handle)
-        directory = tree.at(handle & _POSITION_MASK)
+        tree, directory = self._listings.find(handle, self.tree)
         for name, node in ((b".", directory), (b"..", tree.parent(directory)))[start:]:
             yield name, node, tree.links(node)
         for node in tree.children(directory.inode, max(0, start - 2)):
             yield node.entry.name, node, tree.links(node)
 
     def close_directory(self, handle: int) -> None:
-        """The listing is over. Of an earlier daemon's handles nothing is counted."""
-        for generation, (tree, listings) in list(self._listed.items()):
-            if generation & _GENERATION_MASK == handle >> _POSITION_BITS:
-                if listings > 1:
-                    self._listed[generation] = (tree, listings - 1)
-                else:
-                    del self._listed[generation]
-
-    def _tree_of(self, handle: int) -> Tree:
-        wanted = handle >> _POSITION_BITS
-        for tree in (self.tree, *(tree for tree, _ in self._listed.values())):
-            same = tree.catalog.generation & _GENERATION_MASK == wanted
-            if same and handle & _POSITION_MASK < len(tree.catalog.entries):
-                return tree
-        raise StaleVersion(f"the listing is of a generation that is gone; now it is {self.tree.catalog.generation}")
+        """The listing is over. A handle that is not known is nothing to close."""
+        self._listings.close(handle)
 
     # -- by path, for the control interface ------------------------------------------------------------------------
 
@@ -269,3 +323,14 @@ class Filesystem:
                     if target is not None and target.entry.kind is Kind.FILE:
                         self._linked_names[target.entry.version] = tree.at(index)
         return self._linked_names
+
+
+def _facts(record: Superseded) -> FileFacts:
+    return FileFacts(VersionId(record.version), record.size_bytes, record.path, record.model, record.model_bytes)
+
+
+def _entry(record: Superseded) -> Entry:
+    name = record.path.rpartition(b"/")[2]
+    return Entry(
+        0, name, Kind.FILE, record.mode, record.mtime_ns, record.size_bytes, record.version, links=record.links
+    )
