@@ -285,6 +285,41 @@ def test_a_daemon_is_replaced_on_purpose_under_load(
         assert reader.returncode == 0, err.decode()
 
 
+@pytest.mark.parametrize("while_dead", [False, True])
+def test_an_open_file_of_an_older_version_is_still_that_version_for_the_next_daemon(
+    plain: None, tmp_path: Path, mount: MakeMount, serve: Callable[..., Serve], while_dead: bool
+) -> None:
+    root = tmp_path / "published"
+    root.mkdir()
+    old, new = random.Random(1).randbytes(2 * BLOCK + 5), random.Random(2).randbytes(2 * BLOCK + 5)
+    (root / "weights.bin").write_bytes(old)
+    server = serve(root, "--set", "exports..rescan=200ms")
+    mounted = mount(
+        server.url, warm=f'path = "{tmp_path}/warm"\ncapacity = "1GiB"', mode="channel", options='metadata_ttl = "0s"'
+    )
+    place = mounted.path / "weights.bin"
+    with place.open("rb", buffering=0) as held:
+        assert os.pread(held.fileno(), 10, 0) == old[:10]
+        warm(mounted)
+
+        def publish() -> None:
+            (root / "next").write_bytes(new)
+            (root / "next").rename(root / "weights.bin")
+
+        before = mounted.pid
+        if while_dead:
+            os.kill(before, signal.SIGSTOP)
+            publish()
+        else:
+            publish()
+            eventually(lambda: place.read_bytes() == new, "the new version is there")
+        os.kill(before, signal.SIGKILL)
+        new_daemon(mounted, before)
+        eventually(lambda: place.read_bytes() == new, "the new version is there")
+        drop_caches()
+        assert os.pread(held.fileno(), len(old), 0) == old
+
+
 def test_without_a_daemon_in_time_requests_fail_and_the_mount_goes(
     plain: None, models: Path, tmp_path: Path, mount: MakeMount, serve: Callable[..., Serve]
 ) -> None:

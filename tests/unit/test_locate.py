@@ -484,3 +484,24 @@ def test_many_requests_over_block_borders_get_through_a_small_pool() -> None:
             assert right == [True] * 60
 
     run(test)
+
+
+def test_a_request_of_several_parts_takes_none_before_its_budget_has_room() -> None:
+    async def test() -> None:
+        async with cached(source(), slots=8) as cache, trio.open_nursery() as nursery:
+            done = trio.Event()
+
+            async def reader() -> None:
+                for part in await view_of(cache).locate(BLOCK // 2, BLOCK):
+                    part.hold.release()
+                done.set()
+
+            async with cache.gathering.hold(cache.pool.slots):
+                nursery.start_soon(reader)
+                await trio.testing.wait_all_tasks_blocked()
+                assert not done.is_set()
+                assert [block.buffer.holders for block in cache.memory._partly.values()] == [1, 1]
+            with trio.fail_after(2):
+                await done.wait()
+
+    run(test)

@@ -38,6 +38,7 @@ from tierfs.cache.buffers import BufferPool
 from tierfs.cache.prefetcher import Prefetcher
 from tierfs.catalog.remembered import Remembered
 from tierfs.catalog.schema import Kind, Publication
+from tierfs.catalog.superseded import SupersededStore
 from tierfs.config import addresses
 from tierfs.config.relations import load_token
 from tierfs.config.schema import MountConfig
@@ -200,6 +201,9 @@ class _Mount:
         except OSError as error:
             raise ConfigError(f"state_dir: cannot make {self._state}: {error.strerror}") from error
         self._remembered = Remembered(self._state)
+        self._superseded = SupersededStore(self._state / "superseded.json")
+        self._taking_over = channel is not None and channel.epoch > 1
+        self._before: Publication | None = None  # what the daemon before this one showed
 
     async def run(self) -> None:
         config = self._config
@@ -248,6 +252,10 @@ class _Mount:
             await outer.start(_running, cache)
             prefetcher = Prefetcher(cache, bytes_per_s=config.readahead.rate_max)
             await outer.start(_running, prefetcher)
+            superseded = await trio.to_thread.run_sync(self._superseded.load)
+            if not self._taking_over:  # nothing is open yet
+                superseded = []
+                await trio.to_thread.run_sync(self._superseded.replace, superseded)
             filesystem = Filesystem(
                 tree,
                 inodes=inodes,
@@ -259,10 +267,25 @@ class _Mount:
                     streams_max=config.readahead.streams_max,
                 ),
                 request_timeout_s=config.mount.request_timeout,
+                superseded=superseded,
             )
+            if self._channel is not None and self._taking_over:
+                await self._take_over(self._channel, filesystem, publication)
             outer.start_soon(self._follow, source, filesystem, publication)
             await self._serve(filesystem, prefetcher)
             outer.cancel_scope.cancel()
+
+    async def _take_over(self, channel: Channel, filesystem: Filesystem, publication: Publication) -> None:
+        """Learn what is open from the daemon before this one: of the newest generation, or of one that is gone."""
+        handles = await channel.handles()
+        if self._before is not None and self._before.catalog != publication.catalog:
+            before = await trio.to_thread.run_sync(Tree, self._before.catalog, filesystem.inodes)
+            filesystem.cache.learn(self._before.contents)  # what its blocks are found by
+            records = filesystem.superseded_since(before, handles)
+            await trio.to_thread.run_sync(self._superseded.replace, records)
+            await trio.to_thread.run_sync(self._remembered.replace, publication)
+        self._before = None
+        filesystem.adopt_all(handles)
 
     async def _serve(self, filesystem: Filesystem, prefetcher: Prefetcher) -> None:
         options = self._config.mount
@@ -273,9 +296,6 @@ class _Mount:
         )
         channel = self._channel
         operations = Operations(filesystem, presentation, channel)
-        if channel is not None and channel.epoch > 1:
-            for inode, opens in (await channel.handles()).items():
-                filesystem.adopt(inode, opens)
         async with AsyncExitStack() as stack:
             self._register()
             session = stack.enter_context(
@@ -394,7 +414,10 @@ class _Mount:
             raise SourceUnavailable(f"source.url: the directory {directory} is not there")
         with trio.move_on_after(timeout_s if remembered is None else min(timeout_s, _REMEMBERED_AFTER_S)):
             publication = await source.publication()
-            await trio.to_thread.run_sync(self._remembered.replace, publication)
+            if self._taking_over and remembered is not None:
+                self._before = remembered  # kept until what it alone knows is kept elsewhere
+            else:
+                await trio.to_thread.run_sync(self._remembered.replace, publication)
             return publication
         statistics = source.statistics()
         reason = f"the source {statistics.url} cannot be reached: {statistics.reason or 'no answer'}"
@@ -425,7 +448,11 @@ class _Mount:
             elif newest.catalog != publication.catalog:
                 tree = await trio.to_thread.run_sync(Tree, newest.catalog, filesystem.inodes)
                 cache.learn(newest.contents)
+                # Kept before the tree is in place: a daemon that takes over meets handles on these versions.
+                while self._channel is not None and not self._superseded.covers(filesystem.superseded_by(tree)):
+                    await trio.to_thread.run_sync(self._superseded.replace, filesystem.superseded_by(tree))
                 filesystem.replace(tree)
+                await trio.to_thread.run_sync(self._superseded.replace, filesystem.superseded_by(tree))  # prunes
                 known = {VersionId(e.version) for e in newest.catalog.entries if e.kind is Kind.FILE}
                 cache.retain(known | filesystem.open_versions())
                 await trio.to_thread.run_sync(self._remembered.replace, newest)
