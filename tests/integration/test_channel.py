@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 
@@ -98,6 +98,23 @@ def warm(mounted: Mount) -> None:
 def passthrough_or_skip(mounted: Mount) -> None:
     if not mounted.status()["kernel"]["passthrough"]:
         pytest.skip("this kernel has no FUSE passthrough")
+
+
+def open_in_passthrough(mounted: Mount, path: Path) -> BinaryIO:
+    """Open it until the kernel has it in passthrough: a reader of another kind would wait for a stopped daemon."""
+    opened: list[BinaryIO] = []
+
+    def passed() -> bool:
+        before = channel_status(mounted)["passthrough_opens"]
+        file = path.open("rb")
+        if channel_status(mounted)["passthrough_opens"] > before:
+            opened.append(file)
+        else:
+            file.close()
+        return bool(opened)
+
+    eventually(passed, "the file is opened in passthrough")
+    return opened[0]
 
 
 def new_daemon(mounted: Mount, old: int) -> int:
@@ -225,7 +242,7 @@ def test_a_stopped_daemon_leaves_passthrough_alone_and_nobody_unkillable(
     mounted = channel_mount(mount, serve, models, tmp_path)
     passthrough_or_skip(mounted)
     warm(mounted)
-    with (mounted.path / "m0" / "weights.bin").open("rb") as resident:
+    with open_in_passthrough(mounted, mounted.path / "m0" / "weights.bin") as resident:
         os.kill(mounted.pid, signal.SIGSTOP)
         try:
             drop_caches()
