@@ -447,6 +447,33 @@ def test_evicted_object_that_nobody_maps_makes_room_for_what_it_was_evicted_for(
     run(test)
 
 
+def test_a_model_that_turned_out_to_be_mapped_is_not_evicted_object_after_object_for_nothing(kit: Kit) -> None:
+    async def test() -> None:
+        shards = [Content(seed, 4 * BLOCK) for seed in range(1, 5)]
+        other = Content(9, 4 * BLOCK, model="other")
+        async with running(kit.tier(capacity_bytes=17 * BLOCK)) as tier:
+            maps = []
+            for shard in shards:
+                await shard.fill(tier)
+                lent = await tier.whole(shard.key)
+                assert lent is not None
+                maps.append(kit.lender.map(lent))
+            tier._clock = lambda: 4e9  # the old ones are cold by now
+            for _ in range(4):
+                await other.fill(tier)
+                await until(lambda: tier._space.leaving_bytes == 0)
+                tier._placement.room_changed()  # else "no room" is remembered for a second
+            assert len(kit.dying()) == 1  # one had to show it
+            assert [await shard.hits(tier) for shard in shards] == [0, 4, 4, 4]
+            for mapped in maps:
+                mapped.close()
+            await until(lambda: tier.statistics().dying_bytes == 0)
+            await other.fill(tier)
+            assert await other.hits(tier) == 4
+
+    run(test)
+
+
 def test_dying_file_of_an_earlier_run_counts_and_goes_when_it_may(kit: Kit) -> None:
     async def test() -> None:
         content = Content(1, 3 * BLOCK)

@@ -312,6 +312,7 @@ class DirectoryTier:
             used_bytes=self._space.used_bytes - self._space.leaving_bytes,
             cost_bytes=cost_bytes,
             model=model,
+            mapped=self._removals.dying.mapped_models,
             now_s=self._clock(),
         )
         for entry in victims or ():
@@ -330,6 +331,7 @@ class DirectoryTier:
             used_bytes=0,
             cost_bytes=short_bytes,
             model=model,
+            mapped=self._removals.dying.mapped_models,
             now_s=self._clock(),
         )
         for entry in victims or ():
