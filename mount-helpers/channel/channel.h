@@ -43,6 +43,7 @@ struct request {
     struct request *next, **previous;      /* in order of arrival */
     struct request *chain;                 /* of its bucket */
     uint64_t unique, nodeid;
+    uint64_t offset; /* of a READ */
     uint32_t opcode, length, pid, asked, open_flags;
     int clone;
     enum request_state state;

@@ -49,6 +49,7 @@ struct request *request_add(struct channel *c, int clone, const void *bytes, siz
     if (r->opcode == OP_READ) {
         struct fuse_read_in in;
         memcpy(&in, r->bytes + sizeof header, sizeof in);
+        r->offset = in.offset;
         r->asked = in.size;
         unsigned size = 0;
         while (size < 15 && in.size > 4096u << size)

@@ -120,22 +120,40 @@ static void replies_are_checked(void) {
 
 static void read_replies_must_add_up(void) {
     struct { struct read_header header; struct read_part parts[2]; } reply = {
-        {READ_MAGIC, 1, 2, 3, 8192}, {{SLOT_POOL, 0, 0, 4096, 0}, {5, 1, 4096, 4096, 0}}};
+        {READ_MAGIC, CHANNEL_VERSION, 2, 3, 8192, 1 << 20}, {{SLOT_POOL, 0, 0, 4096, 0}, {5, 1, 4096, 4096, 0}}};
     struct read_header header;
     struct read_part parts[READ_PARTS_MAX];
-    CHECK(parse_read_reply(&reply, sizeof reply, 8192, &header, parts) && header.count == 2);
-    CHECK(!parse_read_reply(&reply, sizeof reply, 8191, &header, parts));
-    CHECK(!parse_read_reply(&reply, sizeof reply - 1, 8192, &header, parts));
+    CHECK(parse_read_reply(&reply, sizeof reply, 4096, 8192, &header, parts) && header.count == 2);
+    CHECK(!parse_read_reply(&reply, sizeof reply, 4096, 8191, &header, parts));
+    CHECK(!parse_read_reply(&reply, sizeof reply - 1, 4096, 8192, &header, parts));
     reply.header.length = 8191;
-    CHECK(!parse_read_reply(&reply, sizeof reply, 8192, &header, parts));
+    CHECK(!parse_read_reply(&reply, sizeof reply, 4096, 8192, &header, parts));
     reply.header.length = 8192;
     reply.parts[1].slot = FILE_SLOTS;
-    CHECK(!parse_read_reply(&reply, sizeof reply, 8192, &header, parts));
+    CHECK(!parse_read_reply(&reply, sizeof reply, 4096, 8192, &header, parts));
     reply.parts[1].slot = 5;
     reply.parts[1].offset = UINT64_MAX - 10;
-    CHECK(!parse_read_reply(&reply, sizeof reply, 8192, &header, parts));
+    CHECK(!parse_read_reply(&reply, sizeof reply, 4096, 8192, &header, parts));
     CHECK(parse_lease(&reply, sizeof reply) == 3);
     CHECK(parse_lease(&reply, 8) == LEASE_NONE);
+}
+
+static void a_list_is_all_that_was_asked_for_up_to_the_end(void) {
+    struct { struct read_header header; struct read_part part; } reply = {
+        {READ_MAGIC, CHANNEL_VERSION, 1, 3, 4096, 12288}, {SLOT_POOL, 0, 0, 4096, 0}};
+    struct read_header header;
+    struct read_part parts[READ_PARTS_MAX];
+    CHECK(parse_read_reply(&reply, sizeof reply, 4096, 4096, &header, parts));
+    CHECK(parse_read_reply(&reply, sizeof reply, 8192, 65536, &header, parts)); /* the tail of the file */
+    CHECK(!parse_read_reply(&reply, sizeof reply, 4096, 8192, &header, parts)); /* 4096 bytes would become zeros */
+    CHECK(!parse_read_reply(&reply, sizeof reply, 8193, 65536, &header, parts)); /* more than there is */
+    CHECK(!parse_read_reply(&reply, sizeof reply, 12288, 4096, &header, parts));
+    CHECK(!parse_read_reply(&reply, sizeof reply, UINT64_MAX, 4096, &header, parts));
+    reply.header.count = 0;
+    reply.header.length = 0;
+    CHECK(!parse_read_reply(&reply, sizeof reply.header, 12287, 4096, &header, parts));
+    CHECK(parse_read_reply(&reply, sizeof reply.header, 12288, 4096, &header, parts));
+    CHECK(parse_read_reply(&reply, sizeof reply.header, UINT64_MAX, 4096, &header, parts));
 }
 
 /* -- requests */
@@ -331,6 +349,7 @@ int main(void) {
     forgets_need_no_answer();
     replies_are_checked();
     read_replies_must_add_up();
+    a_list_is_all_that_was_asked_for_up_to_the_end();
     requests_are_sent_kept_and_replayed();
     nothing_is_sent_to_a_daemon_that_is_not_ready();
     a_full_socket_makes_requests_wait_not_the_caller();
