@@ -6,13 +6,16 @@ The daemon is the real one, with one function of it changed by a `sitecustomize`
 import errno
 import os
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.integration.processes import ENVIRONMENT, ROOT, Serve
-from tests.integration.test_channel import MakeMount, channel_mount, channel_status, digest
+from tests.integration.processes import ENVIRONMENT, ROOT, Serve, eventually
+from tests.integration.test_channel import READER, MakeMount, channel_mount, channel_status, digest, new_daemon
 from tests.integration.test_channel import every_build as every_build
 from tests.integration.test_channel import models as models
 from tests.integration.test_channel import plain as plain
@@ -71,3 +74,44 @@ def test_a_reply_that_names_less_than_there_is_becomes_an_error_and_no_zeros(
         assert failed.value.errno == errno.EIO
     assert channel_status(mounted)["bad_messages"] > 0
     assert digest(mounted.path / "m2" / "weights.bin") == digest(models / "m2" / "weights.bin")
+
+
+def test_a_request_that_kills_each_daemon_is_given_up_and_others_are_served_meanwhile(
+    every_build: None,
+    models: Path,
+    tmp_path: Path,
+    mount: MakeMount,
+    serve: Callable[..., Serve],
+    change: Callable[[str], None],
+) -> None:
+    change("if self.facts.path == b'm1/weights.bin' and offset_bytes < 4096:\n    import os; os._exit(9)")
+    mounted = channel_mount(mount, serve, models, tmp_path)
+    others = ["m0", "m2", "m3"]
+    commands = [
+        [sys.executable, "-c", READER, str(mounted.path / name / "weights.bin"), digest(models / name / "weights.bin")]
+        for name in others
+    ]
+    readers = [
+        subprocess.Popen([*command, "8", "read"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for command in commands
+    ]
+    try:
+        started = time.monotonic()
+        assert error_of_read(mounted.path / "m1" / "weights.bin") == errno.EIO
+        assert time.monotonic() - started < 120
+        for reader in readers:
+            out, err = reader.communicate(timeout=120)
+            assert reader.returncode == 0, err.decode()
+            assert int(out) > 0
+    finally:
+        for reader in readers:
+            reader.kill()
+            reader.wait()
+    new_daemon(mounted, mounted.pid)
+    status = channel_status(mounted)
+    assert status["given_up_requests"] >= 1
+    assert status["daemon_starts"] == 6
+    assert error_of_read(mounted.path / "m1" / "weights.bin") == errno.EIO
+    assert channel_status(mounted)["daemon_starts"] == 6, "what was given up a moment ago is not tried again"
+    assert "given up: opcode 15" in mounted.log()
+    eventually(lambda: channel_status(mounted)["pending"] == 0, "no request is lost")

@@ -329,7 +329,7 @@ _NAMES = (
     "daemon_starts", "grace_waits", "fatal_interrupts", "ignored_interrupts", "copied_bytes", "failed_copies",
     "late_replies", "pending", "pending_max", "refused_requests", "refused_notifications", "bad_messages",
     "passthrough_inodes", "max_pages", "max_background", "congestion_threshold", "passthrough_negotiated",
-    "read_ahead_bytes", "queued_sends",
+    "read_ahead_bytes", "queued_sends", "given_up_requests",
 )  # fmt: skip
 _SIZES_AT, _NAMES_AT = 64, 96
 
