@@ -14,12 +14,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.processes import ENVIRONMENT, ROOT, Serve, eventually
-from tests.integration.test_channel import READER, MakeMount, channel_mount, channel_status, digest, new_daemon
+from tests.integration.processes import ENVIRONMENT, ROOT, Serve, eventually, tierfs
+from tests.integration.test_channel import (
+    READER,
+    MakeMount,
+    channel_mount,
+    channel_status,
+    digest,
+    new_daemon,
+    open_in_passthrough,
+    passthrough_or_skip,
+)
 from tests.integration.test_channel import every_build as every_build
 from tests.integration.test_channel import models as models
 from tests.integration.test_channel import plain as plain
 from tests.integration.test_channel import programs as programs
+from tests.media import Disk, can_break
 
 pytestmark = [
     pytest.mark.fuse,
@@ -115,3 +125,30 @@ def test_a_request_that_kills_each_daemon_is_given_up_and_others_are_served_mean
     assert channel_status(mounted)["daemon_starts"] == 6, "what was given up a moment ago is not tried again"
     assert "given up: opcode 15" in mounted.log()
     eventually(lambda: channel_status(mounted)["pending"] == 0, "no request is lost")
+
+
+@pytest.mark.skipif(not can_break(), reason="needs root, losetup and mkfs.ext4")
+def test_a_medium_that_fails_under_a_passthrough_reader_costs_the_object_and_the_next_open_is_right(
+    every_build: None, models: Path, tmp_path: Path, mount: MakeMount, serve: Callable[..., Serve]
+) -> None:
+    disk = Disk(tmp_path / "media", size_bytes=128 << 20)
+    try:
+        server = serve(models)
+        mounted = mount(server.url, warm=f'path = "{disk.path}/warm"\ncapacity = "80MiB"', mode="channel")
+        passthrough_or_skip(mounted)
+        tierfs("warm", mounted.path / "m1", timeout_s=120)
+        place = mounted.path / "m1" / "weights.bin"
+        with open_in_passthrough(mounted, place) as file:
+            (stored,) = (disk.path / "warm" / "objects").glob("*/*")
+            disk.break_end(stored)
+            with pytest.raises(OSError) as failed:
+                while file.read(1 << 20):
+                    pass
+            assert failed.value.errno == errno.EIO
+        eventually(lambda: mounted.status()["open_files"] == 0, "the handle is released")
+        assert digest(place) == digest(models / "m1" / "weights.bin")
+        assert mounted.status()["tiers"]["warm"]["media_errors"] == 1
+        assert mounted.log().count("object_quarantined") == 1
+        mounted.cleanup()
+    finally:
+        disk.close()

@@ -18,6 +18,7 @@ from tierfs.tiers.index import Entry
 from tierfs.tiers.interface import Lender, LentFile, Part, TierStatistics
 from tierfs.tiers.objects import OpenObject
 from tierfs.tiers.reading import Reader
+from tierfs.tiers.watching import Watching
 
 _log = logging.getLogger(__name__)
 
@@ -43,9 +44,12 @@ class ObjectHold:
 class Lending:
     """What one tier lends. Nothing while there is no lender."""
 
-    def __init__(self, *, descriptors: Descriptors, reader: Reader, statistics: TierStatistics) -> None:
+    def __init__(
+        self, *, descriptors: Descriptors, reader: Reader, watching: Watching, statistics: TierStatistics
+    ) -> None:
         self._descriptors = descriptors
         self._reader = reader
+        self._watching = watching
         self._statistics = statistics
         self._under_way: dict[OpenObject, trio.Event] = {}
 
@@ -76,7 +80,7 @@ class Lending:
 
     async def whole(self, entry: Entry) -> LentFile | None:
         """LocalTier.whole."""
-        if self._descriptors.lender is None or not _complete(entry):
+        if self._descriptors.lender is None or not _complete(entry) or not await self._watching.sound(entry):
             return None
         opened = await self._reader.open(entry)
         if opened is None:
