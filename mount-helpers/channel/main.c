@@ -170,7 +170,7 @@ static int bury(struct channel *c, struct lifetime *life) {
     shutdown(e->fuse_socket, SHUT_RDWR); /* nothing more comes; what is there is taken off before its end is seen */
     pthread_join(e->drain, NULL);
     pthread_mutex_lock(&c->lock);
-    requests_requeue(c);
+    requests_requeue(c, !c->replacing && !c->stopping);
     inodes_forget_offers(c);
     bool answered = e->first_reply;
     c->epoch = NULL;
