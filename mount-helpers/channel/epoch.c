@@ -47,7 +47,7 @@ void drop_capabilities(bool may_change_user) {
 
 static void become_daemon(const struct options *options) {
     uint64_t keep = 0;
-    for (size_t i = 0; i < sizeof DAEMON_KEEPS / sizeof *DAEMON_KEEPS; i++)
+    for (size_t i = 0; i < sizeof DAEMON_KEEPS / sizeof *DAEMON_KEEPS && !options->has_user; i++)
         keep |= 1ull << DAEMON_KEEPS[i];
     for (int capability = 0; capability <= CAP_LAST_CAP + 8 && capability < 64; capability++)
         if (!(keep >> capability & 1))
@@ -56,6 +56,8 @@ static void become_daemon(const struct options *options) {
         say("cannot become user %u: %s", (unsigned)options->uid, strerror(errno));
         _exit(1);
     }
+    if (options->has_user)
+        prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0); /* no setuid program gives it what it was denied */
 }
 
 /* Start a daemon. NULL: it could not even be started (errno). */
@@ -103,6 +105,8 @@ struct epoch *epoch_start(struct channel *c, unsigned number) {
         if (getppid() != parent)
             _exit(1);
         execvpe(c->options.daemon[0], c->options.daemon, environment);
+        int error = errno;
+        say("%s cannot be run as user %u: %s", c->options.daemon[0], (unsigned)geteuid(), strerror(error));
         _exit(127);
     }
     free(environment);

@@ -64,9 +64,18 @@ def find_program() -> str | None:
 
 
 def command(
-    program: str, config: MountConfig, mountpoint: str, daemon: list[str], *, keep_fd: int | None = None
+    program: str,
+    config: MountConfig,
+    mountpoint: str,
+    daemon: list[str],
+    *,
+    fuse_fd: int | None = None,
+    keep_fd: int | None = None,
 ) -> list[str]:
-    """The channel's command line in front of the daemon's; ``keep_fd`` is inherited by the first daemon."""
+    """The channel's command line in front of the daemon's.
+
+    ``fuse_fd`` is inherited by the channel, which then mounts nothing; ``keep_fd`` by the first daemon as well.
+    """
     options = config.mount
     line = [program, "--mountpoint", mountpoint]
     if options.allow_other:
@@ -78,6 +87,8 @@ def command(
     if options.user is not None and os.geteuid() == 0:
         entry = pwd.getpwnam(options.user)
         line += ["--user", f"{entry.pw_uid}:{entry.pw_gid}"]
+    if fuse_fd is not None:
+        line += ["--fuse-fd", str(fuse_fd)]
     if keep_fd is not None:
         line += ["--keep-fd", str(keep_fd)]
     return [*line, "--", *daemon]
