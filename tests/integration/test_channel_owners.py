@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from tests.integration.namespaces import NOBODY, Namespace
-from tests.integration.processes import eventually
+from tests.integration.processes import ROOT, eventually
 from tests.integration.test_channel import build
 
 pytestmark = [
@@ -487,3 +487,32 @@ def test_a_daemon_that_cannot_start_on_a_given_mount_is_not_started_again(
     )
     assert done.returncode == 1
     assert done.stderr.count("state_dir") == 1, done.stderr
+
+
+# -- mount(8) ---------------------------------------------------------------------------------------------------------
+
+
+def test_mount_and_umount_own_a_channel_as_the_commands_do(make_namespace: Callable[..., Namespace]) -> None:
+    namespace = make_namespace()
+    work = namespace.work
+    for name in ("upper", "scratch"):
+        (work / name).mkdir()
+    shutil.copy(ROOT / "mount-helpers" / "mount.tierfs", work / "upper" / "mount.tierfs")
+    layers = f"lowerdir=/sbin,upperdir={work}/upper,workdir={work}/scratch"
+    namespace.run("mount", "-t", "overlay", "-o", layers, "sbin", "/sbin")
+    mounted = Mounted(namespace, user=0, options='mode = "channel"')
+    mount = ["mount", "-t", "tierfs", "-o", "ro,nofail,_netdev", mounted.config, mounted.path]
+    if shutil.which("tierfs", path="/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin") is None:
+        assert "link it into" in namespace.run(*mount, check=False).stderr
+    tierfs = work / "tierfs"
+    tierfs.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m tierfs.cli.main "$@"\n')
+    tierfs.chmod(0o755)
+    namespace.run("cp", tierfs, "/sbin/tierfs")  # mount(8) looks in no other PATH
+    namespace.run(*mount)
+    assert mounted.status()["mode"] == "channel"
+    mounted.check_reads(user=NOBODY)
+    mounted.kill_daemon()
+    mounted.check_reads(user=NOBODY)
+    namespace.run("umount", mounted.path)
+    eventually(lambda: not namespace.processes(), "no process is left")
+    assert namespace.mounts() == []
