@@ -20,6 +20,7 @@
 #define REPLY_BYTES_MAX 262144
 #define DIRECTORY_BYTES_MAX 65536 /* of one READDIR: its reply must fit the socket */
 #define CLONES_MAX 16
+#define GROUPS_MAX 256
 #define COPY_S 30.0         /* a tier that has not given its bytes by then never will: EIO */
 #define READ_FAILURES_MAX 8 /* of one request; then its reader gets EIO */
 
@@ -92,7 +93,8 @@ struct options {
     int fuse_fd, keep_fd;
     bool has_user;
     uid_t uid;
-    gid_t gid;
+    gid_t gid, groups[GROUPS_MAX]; /* the others of the user */
+    unsigned group_count;
     const char *tiers[64];
     unsigned tier_count;
     dev_t tier_devices[64];

@@ -77,7 +77,8 @@ static void hello(struct channel *c, struct epoch *e, uint32_t serial, const uns
     }
     e->hello = true;
     uint32_t numbers[3] = {CHANNEL_VERSION, e->number, c->passthrough_wanted};
-    const char *why = c->passthrough_wanted ? "" : "passthrough needs CAP_SYS_ADMIN: mount as root";
+    const char *why = c->passthrough_wanted ? "" : "passthrough needs CAP_SYS_ADMIN over the machine, not over a user "
+                                                   "namespace: mount as its root";
     send_message(e, CONTROL_WELCOME, serial, numbers, sizeof numbers, why, strlen(why), c->counters_fd);
     acknowledge(e, serial, 0, "");
 }

@@ -52,7 +52,7 @@ static void become_daemon(const struct options *options) {
     for (int capability = 0; capability <= CAP_LAST_CAP + 8 && capability < 64; capability++)
         if (!(keep >> capability & 1))
             prctl(PR_CAPBSET_DROP, capability, 0, 0, 0);
-    if (options->has_user && (setgroups(0, NULL) || setgid(options->gid) || setuid(options->uid))) {
+    if (options->has_user && (setgroups(options->group_count, options->groups) || setgid(options->gid) || setuid(options->uid))) {
         say("cannot become user %u: %s", (unsigned)options->uid, strerror(errno));
         _exit(1);
     }

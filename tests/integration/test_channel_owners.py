@@ -195,6 +195,26 @@ def test_a_closed_dev_fuse_is_one_clear_error(make_namespace: Callable[..., Name
     assert "/dev/fuse cannot be opened: Permission denied" in mounted.refused()
 
 
+def test_root_of_a_user_namespace_mounts_without_passthrough_and_is_told_why(
+    make_namespace: Callable[..., Namespace],
+) -> None:
+    namespace = make_namespace()
+    mounted = Mounted(namespace, user=0)
+    os.chown(namespace.work / "theirs", 0, 0)
+    inside = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-euc"]  # as rootless containers are
+    if namespace.run(*inside, "true", check=False).returncode != 0:
+        pytest.skip("this kernel gives no user namespaces")
+    tierfs = f"{sys.executable} -m tierfs.cli.main"
+    script = f"{tierfs} mount {mounted.config} {mounted.path}; {tierfs} warm {mounted.path} >&2"
+    script += f"; sha256sum {mounted.path}/{NAMES[0]} >&2; {tierfs} status --json {mounted.path}"
+    done = namespace.run(*inside, f"{script}; {tierfs} unmount {mounted.path}")
+    status = json.loads(done.stdout)
+    assert status["mode"] == "channel"
+    assert not status["kernel"]["passthrough"] and "user namespace" in status["kernel"]["passthrough_reason"]
+    assert hashlib.sha256(random.Random(0).randbytes(SIZE)).hexdigest() in done.stderr
+    assert status["channel"]["refused_opens"] == 0
+
+
 # -- root's channel, and a daemon of another user ------------------------------------------------------------------
 
 
@@ -258,6 +278,19 @@ def test_the_daemon_of_a_user_gives_passthrough_of_its_own_files_alone(
     assert channel["bad_messages"] == 0
     log = "".join(path.read_text() for path in (namespace.work / "theirs").rglob("*.log"))
     assert "not a regular file of the daemon's user" in log
+
+
+def test_the_groups_of_the_user_are_the_daemons(make_namespace: Callable[..., Namespace]) -> None:
+    namespace = make_namespace()
+    mounted = Mounted(namespace, user=0, options='user = "nobody"')
+    groups = namespace.work / "group"
+    groups.write_text(Path("/etc/group").read_text() + "tierfs-readers:x:4242:nobody\n")
+    namespace.run("mount", "--bind", groups, "/etc/group")
+    os.chown(namespace.work / "models", 0, 4242)
+    (namespace.work / "models").chmod(0o750)
+    mounted.mount()
+    assert rights(mounted.status()["daemon"]["pid"])["Groups"].split() == ["4242", str(NOBODY)]
+    mounted.unmount()
 
 
 def test_what_root_left_is_given_to_the_user(make_namespace: Callable[..., Namespace]) -> None:

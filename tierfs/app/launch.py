@@ -87,6 +87,8 @@ def command(
     if options.user is not None and os.geteuid() == 0:
         entry = pwd.getpwnam(options.user)
         line += ["--user", f"{entry.pw_uid}:{entry.pw_gid}"]
+        for group in os.getgrouplist(options.user, entry.pw_gid):
+            line += ["--group", str(group)]
     if fuse_fd is not None:
         line += ["--fuse-fd", str(fuse_fd)]
     if keep_fd is not None:

@@ -237,7 +237,9 @@ def _errors_file(settings: MountConfig, place: str) -> IO[bytes]:
     """Where a channel in the background, and what it starts, write their last words."""
     path = launch.log_path(settings, place)
     path.parent.mkdir(parents=True, exist_ok=True)
-    return path.with_suffix(".channel.log").open("ab+")
+    # The directory may be that of a user with fewer rights, who must not make root write elsewhere.
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.fdopen(os.open(path.with_suffix(".channel.log"), flags, 0o644), "ab+")
 
 
 def _end_daemon(record: registry.Record, place: str) -> None:
