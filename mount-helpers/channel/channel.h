@@ -171,7 +171,7 @@ void epoch_release(struct epoch *e);
 struct tier_file *file_take(struct epoch *e, uint32_t slot, uint32_t generation);
 void file_give_back(struct tier_file *file);
 void epoch_lease_done(struct epoch *e, uint32_t lease);
-void drop_capabilities(bool may_change_user);
+void drop_capabilities(const struct options *options);
 
 /* incoming.c */
 void *incoming_run(void *argument);

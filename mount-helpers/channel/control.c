@@ -132,7 +132,8 @@ static bool acceptable(struct channel *c, int fd, uint64_t size) {
                 return true;
         for (unsigned i = 0; i < c->options.tier_count; i++) { /* made, or mounted, since */
             struct stat tier;
-            c->options.tier_devices[i] = stat(c->options.tiers[i], &tier) ? 0 : tier.st_dev;
+            if (stat(c->options.tiers[i], &tier) == 0) /* else what main.c saw, with more rights, still holds */
+                c->options.tier_devices[i] = tier.st_dev;
         }
     }
     return false;

@@ -110,6 +110,21 @@ static bool may_pass_through(void) {
     return syscall(SYS_capget, &header, data) == 0 && (data[0].effective >> CAP_SYS_ADMIN & 1);
 }
 
+/* The devices of the tiers, or what they will be made on. Later, a directory of another user may be closed to us. */
+static void find_devices(struct options *o) {
+    for (unsigned i = 0; i < o->tier_count; i++) {
+        struct stat status;
+        char path[4096];
+        snprintf(path, sizeof path, "%s", o->tiers[i]);
+        bool found = stat(path, &status) == 0;
+        for (char *slash; !found && (slash = strrchr(path, '/')) && slash != path;) {
+            *slash = 0;
+            found = stat(path, &status) == 0;
+        }
+        o->tier_devices[i] = found ? status.st_dev : 0;
+    }
+}
+
 int main_mount(struct channel *c, char *why, size_t why_size) {
     c->epoch->asked = true;
     if (c->limits_set || c->readers[0])
@@ -350,7 +365,8 @@ int main(int argc, char **argv) {
         return 1;
     }
     c->passthrough_wanted = may_pass_through();
-    drop_capabilities(c->options.has_user);
+    find_devices(&c->options);
+    drop_capabilities(&c->options);
     if (copiers_start(c)) {
         say("cannot start threads");
         return 1;

@@ -36,6 +36,8 @@ def test_what_is_no_mounted_dev_fuse_is_refused() -> None:
         descriptor = file.fileno()
         with pytest.raises(MountFailed, match="is not an opened /dev/fuse"):
             given.check(descriptor)
+    with pytest.raises(MountFailed, match="standard stream"):
+        given.check(0)
     with pytest.raises(MountFailed, match="is not open here"):
         given.check(descriptor)
     if os.access("/dev/fuse", os.R_OK | os.W_OK):

@@ -25,6 +25,8 @@ def descriptor_of(mountpoint: str) -> int | None:
 def check(descriptor: int) -> None:
     """Refuse what is not a /dev/fuse that is mounted. Raises MountFailed. Takes no request from it."""
     name = f"/dev/fd/{descriptor}"
+    if descriptor <= 2:
+        raise MountFailed(f"{name} is a standard stream: hand over a descriptor from 3 on")
     try:
         status = os.fstat(descriptor)
     except OSError as error:
