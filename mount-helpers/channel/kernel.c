@@ -92,7 +92,8 @@ static int mount_by_helper(struct channel *c, char *why, size_t why_size) {
         snprintf(said, sizeof said, "it cannot be run");
     struct cmsghdr *control = received > 0 ? CMSG_FIRSTHDR(&message) : NULL;
     if (!control || control->cmsg_type != SCM_RIGHTS || control->cmsg_len != CMSG_LEN(sizeof(int))) {
-        snprintf(why, why_size, "mount(2) is not permitted, and fusermount3 could not mount on %.80s: %s%s", c->options.mountpoint, said,
+        snprintf(why, why_size, "mount(2) is not permitted, and fusermount3 could not mount on %.80s: %s%s",
+                 c->options.mountpoint, said,
                  strstr(said, "allow_other") ? "; else set mount.allow_other = false" : "");
         return EPERM;
     }

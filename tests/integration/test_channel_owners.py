@@ -280,7 +280,7 @@ def test_the_daemon_of_a_user_gives_passthrough_of_its_own_files_alone(
     assert "not a regular file of the daemon's user" in log
 
 
-def test_the_groups_of_the_user_are_the_daemons(make_namespace: Callable[..., Namespace]) -> None:
+def test_the_next_daemon_of_a_user_has_its_groups_and_directories(make_namespace: Callable[..., Namespace]) -> None:
     namespace = make_namespace()
     mounted = Mounted(namespace, user=0, options='user = "nobody"')
     groups = namespace.work / "group"
@@ -291,6 +291,15 @@ def test_the_groups_of_the_user_are_the_daemons(make_namespace: Callable[..., Na
     (namespace.work / "models").chmod(0o750)
     mounted.mount()
     assert rights(mounted.status()["daemon"]["pid"])["Groups"].split() == ["4242", str(NOBODY)]
+    text = mounted.config.read_text()
+    elsewhere = namespace.work / "elsewhere" / "warm"  # where that user could make nothing
+    mounted.config.write_text(text.replace(str(namespace.work / "theirs" / "warm"), str(elsewhere)))
+    mounted.restart()
+    assert elsewhere.stat().st_uid == NOBODY
+    mounted.config.write_text(text.replace('"nobody"', '"daemon"'))
+    before = mounted.status()["daemon"]["pid"]
+    assert "mount.user" in mounted.tierfs("restart", mounted.path, check=False).stderr
+    assert mounted.status()["daemon"]["pid"] == before
     mounted.unmount()
 
 
@@ -320,7 +329,8 @@ def test_what_root_left_is_given_to_the_user(make_namespace: Callable[..., Names
 
 
 @pytest.mark.parametrize(
-    ("hidden", "words"), [("mount.toml", "mount.toml"), ("token", "source.token_file"), ("models", "models")]
+    ("hidden", "words"),
+    [("mount.toml", "mount.toml"), ("token", "source.token_file"), ("models", "models"), ("log", "log.file")],
 )
 def test_what_the_user_may_not_read_is_one_clear_error(
     make_namespace: Callable[..., Namespace], hidden: str, words: str
@@ -334,6 +344,9 @@ def test_what_the_user_may_not_read_is_one_clear_error(
             url, f'"tierfs://127.0.0.1:9/"\ntoken_file = "{namespace.work}/token"'
         )
         mounted.config.write_text(text.replace('block_size = "1MiB"', ""))
+    if hidden == "log":
+        (namespace.work / "log").mkdir()
+        mounted.config.write_text(mounted.config.read_text() + f'[log]\nfile = "{namespace.work}/log/x.log"\n')
     mounted.config.write_text(mounted.config.read_text().replace("[source]", '[source]\ntimeout = "1s"'))
     (namespace.work / hidden).chmod(0o700 if hidden == "models" else 0o600)
     said = mounted.refused()
