@@ -20,6 +20,7 @@
 #define REPLY_BYTES_MAX 262144
 #define DIRECTORY_BYTES_MAX 65536 /* of one READDIR: its reply must fit the socket */
 #define CLONES_MAX 16
+#define GROUPS_MAX 256
 #define COPY_S 30.0         /* a tier that has not given its bytes by then never will: EIO */
 #define GIVEN_UP_MAX 32     /* READs remembered as deadly */
 #define READ_FAILURES_MAX 8 /* of one request; then its reader gets EIO */
@@ -101,7 +102,8 @@ struct options {
     int fuse_fd, keep_fd;
     bool has_user;
     uid_t uid;
-    gid_t gid;
+    gid_t gid, groups[GROUPS_MAX]; /* the others of the user */
+    unsigned group_count;
     const char *tiers[64];
     unsigned tier_count;
     dev_t tier_devices[64];
@@ -187,7 +189,7 @@ void epoch_release(struct epoch *e);
 struct tier_file *file_take(struct epoch *e, uint32_t slot, uint32_t generation);
 void file_give_back(struct tier_file *file);
 void epoch_lease_done(struct epoch *e, uint32_t lease);
-void drop_capabilities(bool may_change_user);
+void drop_capabilities(const struct options *options);
 
 /* incoming.c */
 void *incoming_run(void *argument);

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from tierfs.app import launch
 from tierfs.blocks.errors import ControlError
 from tierfs.cli.errors import one_line
 from tierfs.cli.mount import overrides
@@ -35,6 +36,8 @@ def restart(mountpoint: Annotated[str, typer.Argument(help="Where the tierfs is 
                 " unmount and mount again"
             )
         settings = load_mount_config(record.config, overrides(record.options))  # a broken one changes nothing
+        launch.check_user(settings, record.pid)
+        launch.prepare(settings, record.mountpoint)  # a directory that is new in the configuration
         os.kill(record.pid, signal.SIGHUP)
         deadline_s = time.monotonic() + settings.mount.restart_grace + _MARGIN_S
         while time.monotonic() < deadline_s:

@@ -34,6 +34,7 @@ class Record:
     daemon_pid: int = 0  # of the daemon, where the owner is a channel
     daemon_started: int = 0
     options: list[str] = field(default_factory=list)  # --set KEY=VALUE of the mount command
+    given: bool = False  # somebody else has mounted (fuse/given.py): mountpoint is but a name
 
     @property
     def alive(self) -> bool:
