@@ -4,28 +4,24 @@ TIERFS_KILLS sets how many (15 by default), TIERFS_KILL_SEED the seed that is pr
 kill_load.py, one process each.
 """
 
-import json
 import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.integration.channel_load import counters, make_truth, readers
 from tests.integration.processes import Mount, Serve, eventually, runs, tierfs
-from tests.integration.test_channel import BLOCK, channel_status, use
+from tests.integration.test_channel import channel_status, use
 from tierfs.blocks.errors import ControlError
 from tierfs.control import registry
 from tierfs.control.socket import ask
-from tierfs.wire.channel import COUNTERS_BYTES, decode_counters
 
 KILLS = int(os.environ.get("TIERFS_KILLS", "15"))
 EVERY_S = 2.0
@@ -57,22 +53,7 @@ def build_kind(request: pytest.FixtureRequest, kill_programs: Path, monkeypatch:
 
 @pytest.fixture(scope="module")
 def truth(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Eight models of three to six blocks, a tree of small files and symlinks, a directory of many names."""
-    root = tmp_path_factory.mktemp("truth")
-    rng = random.Random(23)
-    for number in range(8):
-        (root / f"m{number}").mkdir()
-        (root / f"m{number}" / "weights.bin").write_bytes(rng.randbytes((3 + number % 4) * BLOCK + 1001 * number + 7))
-    for number in range(300):
-        directory = root / "tree" / f"d{number % 7}" / f"e{number % 3}"
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / f"file{number}").write_bytes(rng.randbytes(number * 37 % 9000))
-        if number % 5 == 0:
-            (directory / f"link{number}").symlink_to(f"../e{(number + 1) % 3}/file{number + 1}")
-    (root / "many").mkdir()
-    for number in range(2500):
-        (root / "many" / f"a-rather-long-name-of-a-small-file-{number:05d}").write_bytes(b"%d" % number)
-    return root
+    return make_truth(tmp_path_factory.mktemp("truth"))
 
 
 @dataclass
@@ -84,13 +65,12 @@ class Sample:
     channel_anonymous_kib: int
     channel_fds: int
     channel_threads: int
-    channel_memory_files: int
+    channel_memory_files: int  # maps and descriptors of them: pools and leases of daemons, counters
     daemon_rss_kib: int
     daemon_fds: int
     daemon_other_fds: int  # no objects of tiers
     passthrough_inodes: int
     pending: int
-    shm_files: int
 
 
 def process_status(pid: int) -> dict[str, int]:
@@ -106,15 +86,6 @@ def descriptors(pid: int) -> list[str]:
         except FileNotFoundError:
             continue
     return found
-
-
-def counters(channel: int) -> dict[str, int]:
-    """The channel's counters, without a daemon."""
-    for name in os.listdir(f"/proc/{channel}/fd"):
-        path = f"/proc/{channel}/fd/{name}"
-        if "tierfs-counters" in os.readlink(path):
-            return decode_counters(Path(path).read_bytes()[:COUNTERS_BYTES]).named
-    raise AssertionError("the channel has no counters")
 
 
 class Victims:
@@ -162,6 +133,7 @@ class Victims:
 
     def sample(self, kills: int, pid: int) -> Sample:
         channel, daemon = process_status(self.channel), process_status(pid)
+        maps = Path(f"/proc/{self.channel}/maps").read_text().splitlines()
         links, daemon_links, named = descriptors(self.channel), descriptors(pid), counters(self.channel)
         return Sample(
             kills=kills,
@@ -169,15 +141,13 @@ class Victims:
             channel_anonymous_kib=channel["RssAnon"],
             channel_fds=len(links),
             channel_threads=channel["Threads"],
-            channel_memory_files=sum("memfd" in link for link in links),
+            channel_memory_files=sum("memfd" in line for line in [*links, *maps]),
             daemon_rss_kib=daemon["VmRSS"],
             daemon_fds=len(daemon_links),
             daemon_other_fds=sum("/objects/" not in link for link in daemon_links),
             passthrough_inodes=named["passthrough_inodes"],
             pending=named["pending"],
-            shm_files=len(os.listdir("/dev/shm")),
         )
-
 
     def replace_idle(self, kills: int) -> Sample:
         """Another daemon while there is no reader."""
@@ -185,52 +155,6 @@ class Victims:
         pid = self.next()
         self.ready(pid)
         return self.sample(kills, pid)
-
-
-@contextmanager
-def readers(mounted: Mount, truth: Path, work: Path, seed: int) -> Iterator[Callable[[], None]]:
-    """Every kind of reader at once; yields a check that none has failed, and sees them end well."""
-    stop = work / "stop"
-    warm_models, cold_models = ["m0/weights.bin"], [f"m{number}/weights.bin" for number in range(3, 8)]
-    roles = [
-        ("read", warm_models),
-        ("read", cold_models),
-        ("maps", ["m1/weights.bin"]),  # in passthrough, until the end
-        ("maps", ["m2/weights.bin", "m1/weights.bin"]),
-        ("find", []),
-        ("list", []),
-        ("churn", [*warm_models, *cold_models]),
-    ]
-    program = Path(__file__).with_name("kill_load.py")
-    running = []
-    try:
-        for number, (role, models) in enumerate(roles):
-            command = [sys.executable, str(program), role, str(mounted.path), str(truth), str(stop), str(seed + number)]
-            log = (work / f"reader{number}.log").open("w+b")
-            running.append((role, log, subprocess.Popen([*command, *models], stdout=log, stderr=log)))
-
-        def all_well() -> None:
-            for role, log, reader in running:
-                if reader.poll() is not None:
-                    raise AssertionError(f"the reader {role!r} ended: {Path(log.name).read_text()}")
-
-        if mounted.status()["kernel"]["passthrough"]:  # else a daemon killed before has no verified model to offer
-            eventually(lambda: counters(mounted.channel_pid)["passthrough_inodes"] > 0, "a map is in passthrough")
-        yield all_well
-        all_well()
-        stop.touch()
-        for role, log, reader in running:
-            status = reader.wait(READY_S)
-            text = Path(log.name).read_text()
-            assert status == 0, f"the reader {role!r}: {text}"
-            print(f"{role}: {text.strip()}")
-            assert json.loads(text)["rounds"] > 0
-    finally:
-        for _, log, reader in running:
-            if reader.poll() is None:
-                reader.kill()
-            reader.wait()
-            log.close()
 
 
 def seed_of_this_run() -> int:
@@ -262,10 +186,10 @@ def assert_flat(idle: list[Sample], loaded: list[Sample], kind: str, *, passthro
     def least(some: list[Sample], name: str) -> float:
         return float(min(getattr(one, name) for one in some))
 
-    for name in ("channel_fds", "channel_threads", "channel_memory_files", "shm_files"):
+    for name in ("channel_fds", "channel_threads", "channel_memory_files"):
         assert getattr(idle[-1], name) == getattr(idle[0], name), name
     assert idle[-1].daemon_other_fds <= idle[0].daemon_other_fds + 6  # its connections to the source come and go
-    for name in ("channel_threads", "channel_memory_files", "shm_files"):
+    for name in ("channel_threads", "channel_memory_files"):
         assert least(end, name) <= least(begin, name), name
     assert least(end, "passthrough_inodes") <= 8
     if passthrough:
@@ -307,7 +231,7 @@ def test_readers_of_every_kind_outlive_their_daemons(
     for model in ("m0", "m1"):
         tierfs("warm", mounted.path / model, timeout_s=60)
     samples: list[Sample] = []
-    with readers(mounted, truth, tmp_path, seed) as all_well:
+    with readers(mounted, truth, tmp_path, seed, passthrough=True) as all_well:
         pid = mounted.pid
         for number in range(KILLS):
             time.sleep(rng.uniform(0.1, 1.9) * EVERY_S / 2)
@@ -334,7 +258,7 @@ def test_daemons_killed_while_they_start_lose_nothing(
         tierfs("warm", mounted.path / model, timeout_s=60)
     samples: list[Sample] = []
     kills = 1
-    with readers(mounted, truth, tmp_path, seed) as all_well:
+    with readers(mounted, truth, tmp_path, seed, passthrough=True) as all_well:
         pid = mounted.pid
         while kills < KILLS:
             for number in range(START_KILLS):
