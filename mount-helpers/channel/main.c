@@ -235,6 +235,9 @@ static void take_signals(struct channel *c, struct lifetime *life, int signals) 
                 c->replacing = true;
                 control_stop(c->epoch);
                 life->kill_at_s = now_s() + END_S;
+            } else if (!c->stopping && !c->epoch) {
+                life->start_at_s = 0; /* somebody has put right what ended the last one */
+                life->backoff_s = 0;
             }
             pthread_mutex_unlock(&c->lock);
         } else if (info.ssi_signo != SIGCHLD && !life->told_to_end) {

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Annotated
 
@@ -57,13 +58,14 @@ def mount(
     ready_fd: Annotated[int, typer.Option(hidden=True)] = -1,
 ) -> None:
     """Mount a tree of models. Returns when it is ready to be read."""
-    with one_line():
+    with one_line(), contextlib.ExitStack() as stack:
         fuse_fd = given.descriptor_of(mountpoint)
         if name is not None and fuse_fd is None:
             raise MountFailed(f"--name {name}: a mountpoint is its own name; only /dev/fd/N may have another one")
         if fuse_fd is not None and not launch.under_a_channel():
             given.check(fuse_fd)
         place = _absolute(name or mountpoint)
+        stack.enter_context(_failure_told(place))
         settings = load_mount_config(config, overrides(option))
         log_file = str(launch.log_path(settings, place))
         if not foreground:
@@ -93,12 +95,28 @@ def mount(
                 given_fd=fuse_fd,
             )
         except TierfsError as error:
+            logging.getLogger(__name__).error("daemon_ended reason=%r", " ".join(str(error).split()))
             waiting.tell(" ".join(str(error).split()))
             raise
         except BaseException as error:
             logging.getLogger(__name__).exception("daemon_ended_by_bug")
             waiting.tell(f"the daemon ended by a bug ({type(error).__name__}); its log: {log_file}")
             raise
+
+
+@contextlib.contextmanager
+def _failure_told(place: str) -> Iterator[None]:
+    """What keeps a daemon under a channel from starting is left for `tierfs restart` and `status`."""
+    if not launch.under_a_channel():
+        yield
+        return
+    try:
+        yield
+    except Exception as error:
+        reason = str(error) if isinstance(error, TierfsError) else f"a bug ({type(error).__name__}: {error})"
+        with contextlib.suppress(OSError, ControlError):
+            registry.write_failure(place, reason)
+        raise
 
 
 def unmount(mountpoint: Annotated[str, typer.Argument(help="Where the tierfs is mounted.")]) -> None:
