@@ -258,7 +258,7 @@ class _Mount:
             gc.freeze()  # the tree is large, lives on, and has no cycles: collections need not walk it
             tiers = make_tiers(config, block_bytes)
             if self._channel is not None:
-                check_block_size(block_bytes)
+                check_largest_read(block_bytes, memory_limit_bytes=config.memory.limit)
                 for tier in tiers:
                     tier.lender = self._channel
             for tier in tiers:
@@ -518,14 +518,22 @@ class _Mount:
             await trio.sleep(_CONTENT_BATCH_S)
 
 
-def check_block_size(block_bytes: int) -> None:
-    """Refuse blocks of which the kernel's largest read touches more than the channel takes. Raises MountFailed."""
+def check_largest_read(block_bytes: int, *, memory_limit_bytes: int) -> None:
+    """Refuse blocks of which the kernel's largest read touches more than the channel takes in one reply, or than half
+    of the memory (what requests under way may hold together) has twice. Raises MountFailed.
+    """
     try:
         pages = int(Path("/proc/sys/fs/fuse/max_pages_limit").read_text())
     except (OSError, ValueError):
         pages = _READ_PAGES
     read_bytes = min(pages, _READ_PAGES_MAX) * 4096
-    if read_bytes // block_bytes + 1 > PARTS_MAX:
+    blocks = read_bytes // block_bytes + 1
+    if memory_limit_bytes < 4 * blocks * block_bytes:
+        raise MountFailed(
+            f"memory.limit is {format_bytes(memory_limit_bytes)}, but a read of the kernel touches {blocks} of the"
+            f" export's blocks of {format_bytes(block_bytes)}: set at least {format_bytes(4 * blocks * block_bytes)}"
+        )
+    if blocks > PARTS_MAX:
         raise MountFailed(
             f"the export's blocks of {format_bytes(block_bytes)} are too small for the channel: serve it with larger"
             ' ones, or set mount.mode = "direct"'
