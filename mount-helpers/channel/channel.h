@@ -10,6 +10,7 @@
 
 #include <pthread.h>
 #include <stdbool.h>
+#include <stdio.h>
 #include <sys/types.h>
 
 #include "protocol.h"
@@ -181,7 +182,7 @@ void inode_offer(struct channel *c, uint64_t number, uint32_t slot, uint32_t gen
 bool inode_opened(struct channel *c, struct request *r, struct fuse_open_out *reply);
 void inode_released(struct channel *c, uint64_t number);
 void inodes_forget_offers(struct channel *c);
-size_t inodes_list(struct channel *c, uint64_t (*pairs)[2], size_t limit, size_t *bucket);
+bool inodes_write(struct channel *c, FILE *file, uint32_t *number);
 
 /* epoch.c */
 struct epoch *epoch_start(struct channel *c, unsigned number);

@@ -3,6 +3,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -12,7 +13,6 @@
 
 #include "parse.h"
 
-#define HANDLES_PER_MESSAGE 1024
 #define MESSAGES_AT_ONCE 256
 
 struct __attribute__((packed)) head { uint32_t type, serial; };
@@ -163,15 +163,20 @@ static void file_drop(struct epoch *e, uint32_t serial, const unsigned char *bod
     acknowledge(e, serial, 0, "");
 }
 
+/* In a memory file: as packets, some 20,000 open files would overflow the socket's buffer. */
 static void list_handles(struct channel *c, struct epoch *e, uint32_t serial) {
-    static uint64_t pairs[HANDLES_PER_MESSAGE][2];
-    size_t bucket = 0, filled;
     requests_answer_releases(c);
-    while ((filled = inodes_list(c, pairs, HANDLES_PER_MESSAGE, &bucket)) > 0) {
-        uint32_t number = (uint32_t)filled;
-        send_message(e, CONTROL_HANDLES, serial, &number, sizeof number, pairs, filled * sizeof *pairs, -1);
-    }
-    acknowledge(e, serial, 0, "");
+    uint32_t number = 0;
+    int fd = memfd_create("tierfs-handles", MFD_CLOEXEC);
+    FILE *file = fd >= 0 ? fdopen(dup(fd), "w") : NULL;
+    bool written = file && inodes_write(c, file, &number);
+    if (file)
+        written = fclose(file) == 0 && written;
+    if (written)
+        send_message(e, CONTROL_HANDLES, serial, &number, sizeof number, NULL, 0, fd);
+    acknowledge(e, serial, written ? 0 : ENOMEM, written ? "" : "the list of open files cannot be made");
+    if (fd >= 0)
+        close(fd);
 }
 
 /* What the daemon has sent, a bounded part of it; lock held. What the main thread must do is left in the flags. */

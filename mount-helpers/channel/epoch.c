@@ -71,12 +71,9 @@ struct epoch *epoch_start(struct channel *c, unsigned number) {
         goto failed;
     for (unsigned i = 0; i < FILE_SLOTS; i++)
         e->files[i].fd = -1;
-    int size = SOCKET_BYTES;
-    int sized[] = {fuse[0], fuse[1], control[0]}; /* the list of open handles must fit */
-    for (size_t i = 0; i < sizeof sized / sizeof *sized; i++) {
-        if (setsockopt(sized[i], SOL_SOCKET, SO_SNDBUFFORCE, &size, sizeof size))
-            setsockopt(sized[i], SOL_SOCKET, SO_SNDBUF, &size, sizeof size);
-    }
+    int size = SOCKET_BYTES; /* as far as net.core.wmem_max allows */
+    setsockopt(fuse[0], SOL_SOCKET, SO_SNDBUF, &size, sizeof size);
+    setsockopt(fuse[1], SOL_SOCKET, SO_SNDBUF, &size, sizeof size);
     char variable[96];
     snprintf(variable, sizeof variable, "TIERFS_CHANNEL=%d,%d,%u", fuse[1], control[1], number);
     size_t variables = 0;

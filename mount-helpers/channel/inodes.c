@@ -119,22 +119,16 @@ void inodes_forget_offers(struct channel *c) {
         }
 }
 
-/* Some of the open inodes with their handles, from *bucket on; 0 when there are no more. */
-size_t inodes_list(struct channel *c, uint64_t (*pairs)[2], size_t limit, size_t *bucket) {
-    size_t filled = 0;
-    for (; c->inodes && *bucket < BUCKETS; ++*bucket) {
-        size_t start = filled;
-        for (struct inode *inode = c->inodes[*bucket]; inode; inode = inode->chain) {
+/* The open inodes, as pairs of the inode's number and how many handles it has. */
+bool inodes_write(struct channel *c, FILE *file, uint32_t *number) {
+    for (size_t bucket = 0; c->inodes && bucket < BUCKETS; bucket++)
+        for (struct inode *inode = c->inodes[bucket]; inode; inode = inode->chain) {
+            uint64_t pair[2] = {inode->number, inode->opens};
             if (inode->opens == 0)
                 continue;
-            if (filled == limit) {
-                if (start > 0)
-                    return start; /* this bucket goes into the next message, whole */
-                break;            /* one bucket with more than fits a message: the rest is left out */
-            }
-            pairs[filled][0] = inode->number;
-            pairs[filled++][1] = inode->opens;
+            if (fwrite(pair, sizeof pair, 1, file) != 1)
+                return false;
+            ++*number;
         }
-    }
-    return filled;
+    return true;
 }

@@ -6,6 +6,7 @@ import fcntl
 import mmap
 import os
 import socket
+import struct
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -73,8 +74,10 @@ class Peer:
                 welcome = wire.Welcome(wire.VERSION, 1, self.passthrough, "" if self.passthrough else "no rights")
                 await self.send(serial, welcome, [self.counters])
             if isinstance(message, wire.ListHandles):
-                await self.send(serial, wire.Handles(((5, 1), (6, 2))))
-                await self.send(serial, wire.Handles(((7, 3),)))
+                handles = os.memfd_create("handles")
+                os.write(handles, struct.pack("<6Q", 5, 1, 6, 2, 7, 3))
+                await self.send(serial, wire.Handles(3), [handles])
+                os.close(handles)
             if type(message) not in self.silent:
                 await self.send(serial, self.answers.get(type(message), wire.Ack(0, "")))
 

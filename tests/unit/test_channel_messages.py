@@ -11,7 +11,7 @@ MESSAGES: list[wire.Message] = [
     wire.Hello(1), wire.Pool(1 << 40, 4096), wire.Mount(), wire.FileAdd(4095, 7, 1 << 41), wire.FileDrop(3, 9),
     wire.Offer(2**63 - 1, 5, 6), wire.ListHandles(), wire.Stopping(1), wire.ReadSettled(2**64 - 1),
     wire.Ack(13, "not a fïle"), wire.Ack(0, ""), wire.ReadFailed(1, 2, 3, 4, 5, 6), wire.Welcome(1, 2, 0, "no rights"),
-    wire.Handles(((1, 2), (2**63, 4))), wire.Handles(()), wire.Stop(),
+    wire.Handles(2**32 - 1), wire.Stop(),
 ]  # fmt: skip
 
 
@@ -51,6 +51,14 @@ def test_layouts_are_those_of_the_other_end() -> None:
     one = wire.encode_read_reply(6, [Piece(At(1, 2), 3, 4)], file_bytes=7)
     head = "54465244" + "02000100" + "06000000" + "04000000" + "07" + "00" * 7
     assert one.hex() == head + "0100000002000000" + "03" + "00" * 7 + "04000000" + "00000000"
+
+
+def test_the_list_of_open_files_is_as_long_as_it_says() -> None:
+    assert wire.decode_handles(b"", 0) == {}
+    assert wire.decode_handles((2**63).to_bytes(8, "little") + (4).to_bytes(8, "little"), 1) == {2**63: 4}
+    for wrong in (bytes(15), bytes(17), bytes(32)):
+        with pytest.raises(ProtocolError, match="1 open files"):
+            wire.decode_handles(wrong, 1)
 
 
 def test_an_unknown_message_is_refused() -> None:

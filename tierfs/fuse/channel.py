@@ -65,7 +65,7 @@ class _Waiting:
     def __init__(self) -> None:
         self.answered = trio.Event()
         self.ack: wire.Ack | None = None
-        self.handles: list[tuple[int, int]] = []
+        self.handles: dict[int, int] = {}
 
 
 class Channel:
@@ -163,7 +163,9 @@ class Channel:
             case wire.Handles():
                 waiting = self._waiting.get(serial)
                 if waiting is not None:
-                    waiting.handles += message.pairs
+                    with os.fdopen(os.dup(descriptors[0]), "rb") as file:
+                        file.seek(0)
+                        waiting.handles = wire.decode_handles(file.read(), message.count)
             case wire.Welcome():
                 if message.version != wire.VERSION:
                     raise ProtocolError(f"the channel speaks version {message.version}: install both from one tierfs")
@@ -209,7 +211,7 @@ class Channel:
     async def handles(self) -> dict[int, int]:
         """The inode numbers that are open, and how many times each. Raises MountFailed."""
         waiting = await self._must("list the open files", wire.ListHandles())
-        return dict(waiting.handles)
+        return waiting.handles
 
     async def stopping(self, *, unmount: bool) -> None:
         """Say that this daemon is about to end on purpose, and whether the mount shall end too. Raises ControlError."""

@@ -4,7 +4,7 @@ The other end is mount-helpers/channel/protocol.h. One message is one packet of 
 
     0   type     u32  see the classes here; below 100 the daemon sends it, from 100 on the channel
     4   serial   u32  an acknowledgement carries the serial of its request
-    8   numbers  as the class lists them, then text (UTF-8) or pairs where the class has any
+    8   numbers  as the class lists them, then text (UTF-8) where the class has any
 
 A READ reply names where the bytes lie: a header and at most PARTS_MAX parts. What must hold: nothing is believed before
 its length is checked, and decode raises nothing but ProtocolError.
@@ -37,7 +37,7 @@ class Message:
 
     type: ClassVar[int]
     numbers: ClassVar[struct.Struct] = struct.Struct("<")
-    tail: ClassVar[str] = ""  # what the last field is: "text", "pairs"; else a number
+    tail: ClassVar[str] = ""  # what the last field is: "text"; else a number
     descriptors: ClassVar[int] = 0  # how many come with it
 
 
@@ -167,11 +167,12 @@ class Welcome(Message):
 
 @dataclass(frozen=True, slots=True)
 class Handles(Message):
-    """Some of the open files: inode number and how many times it is open."""
+    """The open files: so many pairs of an inode number and how many times it is open, in a memory file."""
 
-    pairs: tuple[tuple[int, int], ...]
+    count: int
     type: ClassVar[int] = 103
-    tail: ClassVar[str] = "pairs"
+    numbers: ClassVar[struct.Struct] = struct.Struct("<I")
+    descriptors: ClassVar[int] = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +195,6 @@ def encode(serial: int, message: Message) -> bytes:
     tail = b""
     if message.tail == "text":
         tail = values.pop().encode()
-    elif message.tail == "pairs":
-        pairs = values.pop()
-        tail = struct.pack("<I", len(pairs)) + b"".join(_PAIR.pack(*pair) for pair in pairs)
     return _HEAD.pack(message.type, serial) + message.numbers.pack(*values) + tail
 
 
@@ -214,18 +212,14 @@ def decode(packet: bytes) -> tuple[int, Message]:
     values: list[object] = list(kind.numbers.unpack_from(packet, _HEAD.size))
     if kind.tail == "text":
         values.append(packet[end:].decode("utf-8", "replace"))
-    elif kind.tail == "pairs":
-        values.append(_pairs(packet, end))
     return serial, kind(*values)
 
 
-def _pairs(packet: bytes, start: int) -> tuple[tuple[int, int], ...]:
-    if len(packet) < start + 4:
-        raise ProtocolError("channel: a list without its length")
-    count = int.from_bytes(packet[start : start + 4], "little")
-    if len(packet) != start + 4 + count * _PAIR.size:
-        raise ProtocolError(f"channel: a list of {count} in {len(packet)} bytes")
-    return tuple(_PAIR.iter_unpack(packet[start + 4 :]))
+def decode_handles(file: bytes, count: int) -> dict[int, int]:
+    """The memory file of Handles: inode number to how many times it is open. Raises ProtocolError."""
+    if len(file) != count * _PAIR.size:
+        raise ProtocolError(f"channel: {count} open files in {len(file)} bytes")
+    return dict(_PAIR.iter_unpack(file))
 
 
 # -- READ replies ----------------------------------------------------------------------------------------------------
