@@ -336,7 +336,7 @@ def test_bad_block_costs_a_handed_out_object_all_of_it_and_the_file_is_never_wri
                 assert not tier.resident(content.key, 0)
                 before = bytes(mapped)
                 assert content.offer(tier, 1) is not Offer.ACCEPTED  # its name is not free yet
-                await until(lambda: kit.objects() == [])
+                await until(lambda: kit.objects() == [] and tier.statistics().dying_bytes > 0)
                 assert await content.fill(tier) == 3
                 assert await content.hits(tier) == 3
                 assert bytes(mapped) == before
