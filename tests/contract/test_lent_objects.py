@@ -215,7 +215,7 @@ def test_held_object_outlives_its_eviction_and_is_taken_back_after_the_hold(kit:
             assert part is not None
             assert part.lent is not None
             tier._evict(tier._index.get(content.key))  # type: ignore[arg-type]  # without waiting for the space
-            await until(lambda: kit.objects() == [])
+            await until(lambda: kit.objects() == [] and not tier._removals._leaving)
             assert kit.lender.read(part) == content.block(2)
             assert tier.statistics().used_bytes > 0
             await tier.failed(part.lent, 0, 5)  # nobody's any more: nothing happens
@@ -490,7 +490,7 @@ def test_handed_out_object_that_is_found_incomplete_is_not_completed_in_place(ki
             db.execute("DELETE FROM blocks WHERE block = 1")
         async with running(kit.tier()) as tier:
             assert content.offer(tier, 1) is Offer.BYPASSED
-            await until(lambda: kit.objects() == [])
+            await until(lambda: kit.objects() == [] and not tier._removals._leaving)
             assert await content.fill(tier) == 3
 
     run(test)
