@@ -119,12 +119,13 @@ struct channel {
     int clones[CLONES_MAX];
     pthread_t readers[CLONES_MAX];
     _Atomic bool mounted, gone, stopping, replacing;
-    bool limits_set;
+    bool limits_set, flushing;
     int wake_fd; /* eventfd: the main thread shall look */
 
     struct request *requests, **requests_end;
     struct request **buckets;
     unsigned request_count, interrupted_count, suspect_count;
+    unsigned suspects_at_once; /* beside one */
     struct given_up given_up[GIVEN_UP_MAX];
     unsigned given_up_next;
     uint64_t early_interrupts[64]; /* of requests another thread has read but not entered yet */
@@ -173,7 +174,7 @@ void request_made_release(struct channel *c, uint64_t nodeid, uint64_t fh);
 /* suspects.c: all with the lock held */
 bool suspect_died(struct channel *c, struct request *r);
 bool suspect_held_back(const struct request *r);
-void suspects_send(struct channel *c);
+bool suspects_send(struct channel *c); /* whether one waits for room in the socket */
 void suspect_removed(struct channel *c, const struct request *r);
 bool suspect_known(struct channel *c, const struct request *r);
 

@@ -115,21 +115,24 @@ void request_send(struct channel *c, struct request *r) {
     }
     if (errno == EAGAIN || errno == ENOBUFS || errno == ENOMEM) {
         count(c, COUNT_QUEUED, 1);
-        wake_main(c);
+        if (!c->flushing) /* else it is the main thread, and knows */
+            wake_main(c);
     }
 }
 
 bool requests_flush(struct channel *c) {
     if (!c->epoch || !c->epoch->asked || c->replacing || c->stopping)
         return false;
-    for (struct request *r = c->requests; r; r = r->next)
+    bool full = false;
+    c->flushing = true;
+    for (struct request *r = c->requests; r && !full; r = r->next)
         if (r->state == REQUEST_QUEUED && !suspect_held_back(r)) {
             request_send(c, r);
-            if (r->state == REQUEST_QUEUED)
-                return c->epoch->ready;
+            full = r->state == REQUEST_QUEUED;
         }
-    suspects_send(c);
-    return false;
+    full = full || suspects_send(c);
+    c->flushing = false;
+    return full && c->epoch->ready;
 }
 
 /* The daemon is dead: what it had not answered goes to the next one; what nobody waits for any more goes.

@@ -1,6 +1,7 @@
 /* Which request kills the daemons? Several are outstanding when one dies, and at most one of them did it.
  *
- *   the daemon had it and died, SUSPECT_DEATHS times ─► suspect: sent last, and one at a time
+ *   the daemon had it and died, SUSPECT_DEATHS times ─► suspect: sent last, and few at once
+ *                                  more than that    ─► sent alone
  *                            GIVEN_UP_DEATHS times   ─► EIO; so is a READ of the same bytes for a while
  *
  * So the guilty one is soon alone with the deaths, and the others are answered. Deaths before a daemon took over count for
@@ -11,8 +12,9 @@
 
 #define SUSPECT_DEATHS 2
 #define GIVEN_UP_DEATHS 5
-#define ALONE_S 2.0         /* the next suspect waits so long for the one before */
-#define REMEMBERED_S 60.0   /* the kernel reads again by itself what a readahead did not get */
+#define AT_ONCE_MAX 63
+#define ALONE_S 2.0       /* the next suspect waits so long for those before */
+#define REMEMBERED_S 60.0 /* the kernel reads again by itself what a readahead did not get */
 
 static bool is_suspect(const struct request *r) { return r->deaths >= SUSPECT_DEATHS; }
 
@@ -34,41 +36,55 @@ bool suspect_died(struct channel *c, struct request *r) {
         return false;
     if (++r->deaths == SUSPECT_DEATHS)
         c->suspect_count++;
-    if (r->deaths < GIVEN_UP_DEATHS)
-        return false;
-    give_up(c, r);
-    return true;
+    bool over = r->deaths >= GIVEN_UP_DEATHS;
+    if (over)
+        give_up(c, r);
+    c->suspects_at_once = 0;
+    return over;
 }
 
 /* The suspect to be sent now, if any: the one with the fewest deaths, and of those the oldest. */
 static struct request *next_suspect(struct channel *c) {
     struct request *found = NULL;
+    unsigned outstanding = 0;
+    bool alone = false;
     double now = now_s();
     for (struct request *r = c->requests; r; r = r->next) {
         if (!is_suspect(r))
             continue;
-        if (r->state == REQUEST_SENT && now - r->sent_s < ALONE_S)
-            return NULL;
-        if (r->state == REQUEST_QUEUED && (!found || r->deaths < found->deaths))
+        if (r->state == REQUEST_SENT && now - r->sent_s < ALONE_S) {
+            outstanding++;
+            alone |= r->deaths > SUSPECT_DEATHS;
+        } else if (r->state == REQUEST_QUEUED && (!found || r->deaths < found->deaths)) {
             found = r;
+        }
     }
-    return found;
+    if (!found || alone)
+        return NULL;
+    return outstanding < (found->deaths > SUSPECT_DEATHS ? 1 : c->suspects_at_once + 1) ? found : NULL;
 }
 
 /* Whether a flush of all that is queued leaves it to suspects_send. */
 bool suspect_held_back(const struct request *r) { return is_suspect(r); }
 
-void suspects_send(struct channel *c) {
-    struct request *r = c->suspect_count && c->epoch->ready ? next_suspect(c) : NULL;
-    if (r)
+bool suspects_send(struct channel *c) {
+    struct request *r;
+    while (c->suspect_count && c->epoch->ready && (r = next_suspect(c))) {
         request_send(c, r);
+        if (r->state == REQUEST_QUEUED)
+            return true;
+    }
+    return false;
 }
 
 void suspect_removed(struct channel *c, const struct request *r) {
     if (!is_suspect(r))
         return;
     c->suspect_count--;
-    wake_main(c); /* the next one may go */
+    c->suspects_at_once = c->suspects_at_once * 2 + 1; /* while nothing dies, ever more of them */
+    if (c->suspects_at_once > AT_ONCE_MAX)
+        c->suspects_at_once = AT_ONCE_MAX;
+    wake_main(c);
 }
 
 /* Whether this new request reads what was given up a short while ago. */

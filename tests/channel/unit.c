@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -200,7 +201,11 @@ static void a_full_socket_makes_requests_wait_not_the_caller(void) {
         request_send(&c, r);
     }
     CHECK(counters[COUNT_QUEUED] > 0);
-    uint64_t expected = 2;
+    close(c.wake_fd);
+    c.wake_fd = eventfd(0, EFD_NONBLOCK);
+    CHECK(requests_flush(&c)); /* by the main thread, which must not wake itself for ever */
+    uint64_t wakes, expected = 2;
+    CHECK(read(c.wake_fd, &wakes, sizeof wakes) < 0);
     do {
         while (recv(sockets[1], &message, sizeof message, MSG_DONTWAIT) == sizeof message) {
             CHECK(message.header.unique == expected);
@@ -318,6 +323,33 @@ static void suspects_wait_for_each_other_but_not_for_ever(void) {
     CHECK(received(sockets[1], uniques, 8) == 1 && uniques[0] == 4);
     clear(&c, &e, sockets);
     CHECK(c.suspect_count == 0);
+}
+
+static void many_innocent_suspects_do_not_go_one_by_one(void) {
+    struct channel c;
+    struct epoch e;
+    int sockets[2];
+    prepare(&c, &e, sockets);
+    for (uint64_t unique = 2; unique <= 400; unique += 2) {
+        struct message message = message_of(OP_READ, unique, 9);
+        CHECK(request_add(&c, 0, &message, sizeof message));
+    }
+    static uint64_t uniques[400];
+    for (int death = 0; death < 2; death++) {
+        (void)requests_flush(&c);
+        CHECK(received(sockets[1], uniques, 400) == 200);
+        requests_requeue(&c, true);
+    }
+    unsigned rounds = 0;
+    for (; c.request_count; rounds++) {
+        (void)requests_flush(&c);
+        unsigned number = received(sockets[1], uniques, 400);
+        CHECK(number > 0 && number <= 64);
+        for (unsigned i = 0; i < number; i++)
+            request_remove(&c, request_find(&c, uniques[i]));
+    }
+    CHECK(rounds < 12);
+    clear(&c, &e, sockets);
 }
 
 static void ends_that_were_asked_for_and_requests_not_sent_make_no_suspects(void) {
@@ -474,6 +506,7 @@ int main(void) {
     a_killed_reader_is_answered_and_its_request_stays_until_the_daemon_replies();
     a_request_that_kills_daemons_is_given_up_and_no_other();
     suspects_wait_for_each_other_but_not_for_ever();
+    many_innocent_suspects_do_not_go_one_by_one();
     ends_that_were_asked_for_and_requests_not_sent_make_no_suspects();
     directory_requests_are_cut_to_what_the_socket_takes();
     one_backing_id_until_the_last_release();

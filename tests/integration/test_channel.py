@@ -233,6 +233,7 @@ def test_daemons_killed_again_and_again_cost_readers_nothing_but_time(
     status = channel_status(mounted)
     assert status["daemon_starts"] == 5
     assert status["bad_messages"] == 0
+    assert status["given_up_requests"] == 0
     eventually(lambda: channel_status(mounted)["pending"] == 0, "no request is lost")
 
 

@@ -86,6 +86,7 @@ def test_a_reply_that_names_less_than_there_is_becomes_an_error_and_no_zeros(
     assert digest(mounted.path / "m2" / "weights.bin") == digest(models / "m2" / "weights.bin")
 
 
+@pytest.mark.timeout(300)
 def test_a_request_that_kills_each_daemon_is_given_up_and_others_are_served_meanwhile(
     every_build: None,
     models: Path,
@@ -128,6 +129,7 @@ def test_a_request_that_kills_each_daemon_is_given_up_and_others_are_served_mean
 
 
 @pytest.mark.skipif(not can_break(), reason="needs root, losetup and mkfs.ext4")
+@pytest.mark.timeout(300)
 def test_a_medium_that_fails_under_a_passthrough_reader_costs_the_object_and_the_next_open_is_right(
     every_build: None, models: Path, tmp_path: Path, mount: MakeMount, serve: Callable[..., Serve]
 ) -> None:

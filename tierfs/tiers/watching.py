@@ -24,7 +24,9 @@ _log = logging.getLogger(__name__)
 _EVERY_S = 5.0
 _AT_ONCE = 256  # objects of one round; the others are next
 _BUDGET_S = 0.2
-_OPEN_BUDGET_S = 0.05
+_WAIT_S = 30.0
+# A device that does not answer must not keep an open for longer, and a file of many gigabytes not for as long.
+_OPEN_BUDGET_S, _OPEN_S = 0.05, 0.5
 
 
 class Watching:
@@ -38,8 +40,6 @@ class Watching:
         self._some_closed = trio.Event()
         self._next = 0
         self._blind = False  # the kernel does not tell
-        self._limiter = trio.CapacityLimiter(1)
-        self._openers = trio.CapacityLimiter(4)
 
     def closed(self, entry: Entry) -> None:
         """A reader has closed an object: it may have done so for an error. Never waits."""
@@ -48,23 +48,29 @@ class Watching:
             self._some_closed.set()
 
     async def sound(self, entry: Entry) -> bool:
-        """Before the object is handed out again: whether nothing tells that its medium is bad. A bad one is removed."""
+        """Before the object is handed out again: whether nothing tells that its medium is bad. A bad one is removed.
+
+        True, too, where the device does not answer in time.
+        """
         if self._tells(entry):
-            await self._look(entry, self._openers, _OPEN_BUDGET_S)
+            await self._look(entry, budget_s=_OPEN_BUDGET_S, wait_s=_OPEN_S)
         return not entry.removing
 
     async def run(self) -> None:
         """Look for ever; cancel to end."""
+        all_at_s = trio.current_time() + _EVERY_S
         while True:
-            with trio.move_on_after(_EVERY_S) as waited:
+            with trio.move_on_at(all_at_s):
                 await self._some_closed.wait()
-            if waited.cancelled_caught:
-                entries = self._some()
-            else:
-                entries, self._closed, self._some_closed = self._closed, [], trio.Event()
+            entries, self._closed, self._some_closed = self._closed, [], trio.Event()
+            due = trio.current_time() >= all_at_s
+            if due:
+                entries += self._some()
             for entry in entries:
                 if self._tells(entry):
-                    await self._look(entry, self._limiter, _BUDGET_S)
+                    await self._look(entry, budget_s=_BUDGET_S, wait_s=_WAIT_S)
+            if due:
+                all_at_s = trio.current_time() + _EVERY_S
 
     def _tells(self, entry: Entry) -> bool:
         device = entry.device
@@ -77,18 +83,23 @@ class Watching:
         self._next = first + _AT_ONCE
         return watched[first : first + _AT_ONCE]
 
-    async def _look(self, entry: Entry, limiter: trio.CapacityLimiter, budget_s: float) -> None:
+    async def _look(self, entry: Entry, *, budget_s: float, wait_s: float) -> None:
+        device = entry.device
+        found: Found | None = None
         try:
-            # The thread has a descriptor of its own: one that hangs in a dead device is left behind.
-            found = await trio.to_thread.run_sync(
-                _open_and_look, entry.device.store, entry.name, entry.size_bytes, entry.found_good, budget_s,
-                limiter=limiter, abandon_on_cancel=True,
-            )  # fmt: skip
+            with trio.move_on_after(wait_s):
+                # The thread has a descriptor of its own: one that hangs in a dead device is left behind.
+                found = await trio.to_thread.run_sync(
+                    _open_and_look, device.store, entry.name, entry.size_bytes, entry.found_good, budget_s,
+                    limiter=device.readers, abandon_on_cancel=True,
+                )  # fmt: skip
         except OSError as error:
             if error.errno in (errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP):
                 self._blind = True
                 _log.warning("media_errors_not_watched tier=%s reason=%r", self._statistics.name, error.strerror)
             return  # else what a reader will meet, too: it has gone, or we lack something
+        if found is None:
+            return
         entry.found_good = found.known
         block = found.offset_bytes // entry.block_bytes
         if found.error is None or not entry.has(block):
