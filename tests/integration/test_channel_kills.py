@@ -150,6 +150,23 @@ class Victims:
             pending=named["pending"],
         )
 
+    def end(self, pid: int, how: str) -> None:
+        """See that this daemon ends, in one way or another."""
+        self.last = pid
+        if how == "replaced":
+            os.kill(self.channel, signal.SIGHUP)
+        elif how == "stopped, then replaced":  # the channel waits for it for a while
+            os.kill(pid, signal.SIGSTOP)
+            os.kill(self.channel, signal.SIGHUP)
+        elif how == "told":
+            os.kill(pid, signal.SIGTERM)
+        elif how == "stopped, then killed":
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(0.5)
+            os.kill(pid, signal.SIGKILL)
+        else:
+            self.kill(pid)
+
     def pauses(self) -> list[str]:
         """How long the channel waited before each of the daemons."""
         return re.findall(r"starting another in ([0-9.]+) s", self.mounted.log())
@@ -314,3 +331,33 @@ def test_a_daemon_that_lived_without_work_is_followed_at_once(
     time.sleep(6.0)  # longer than the longest pause
     victims.replace_idle(4)
     assert victims.pauses()[-1] == "0.0"
+
+
+WAYS = ["replaced", "told", "stopped, then killed", "killed", "stopped, then replaced"]
+
+
+def test_daemons_that_end_in_other_ways_cost_readers_as_little(
+    kill_programs: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    truth: Path,
+    tmp_path: Path,
+    mount: MakeMount,
+    serve: Callable[..., Serve],
+) -> None:
+    use(kill_programs, monkeypatch, "plain")
+    seed = seed_of_this_run()
+    rng = random.Random(seed)
+    mounted = small_warm_mount(mount, serve, truth, tmp_path)
+    tierfs("warm", mounted.path / "m1", timeout_s=60)
+    victims = Victims(mounted)
+    ways = rng.sample(WAYS, len(WAYS))
+    with readers(mounted, truth, tmp_path, seed, passthrough=True) as all_well:
+        pid = mounted.pid
+        for how in ways:
+            time.sleep(rng.uniform(0.1, 1.0))
+            victims.end(pid, how)
+            pid = victims.next()
+            all_well()
+            victims.ready(pid)
+    assert_quiet(mounted, len(ways))
+    assert_clean_end(mounted)
