@@ -87,6 +87,7 @@ struct epoch {
     pid_t pid;
     int pidfd, fuse_socket, control_socket;
     bool hello, asked, taking_over, ready, first_reply, draining;
+    double ready_s;
     char *pool;
     size_t pool_bytes;
     uint32_t *leases;

@@ -191,6 +191,8 @@ static int bury(struct channel *c, struct lifetime *life) {
     waitpid(e->pid, &status, 0);
     pthread_mutex_lock(&c->lock);
     control_receive(c, e); /* it may have said why */
+    /* One that nobody asked anything while it lived has proved itself by living; the first request may kill the next. */
+    bool lived = e->ready && now_s() - e->ready_s > BACKOFF_LIMIT_S;
     e->draining = true;
     e->ready = false;
     pthread_mutex_unlock(&c->lock);
@@ -204,7 +206,7 @@ static int bury(struct channel *c, struct lifetime *life) {
     epoch_release(e);
     pthread_mutex_unlock(&c->lock);
     double now = now_s();
-    if (answered || c->replacing)
+    if (answered || lived || c->replacing)
         life->backoff_s = 0;
     else
         life->backoff_s = life->backoff_s < 0.1 ? 0.1 : life->backoff_s * 2;

@@ -52,6 +52,7 @@ static void taken_over(struct channel *c, struct epoch *e, const unsigned char *
         return;
     }
     e->ready = true;
+    e->ready_s = now_s();
     (void)requests_flush(c);
     wake_main(c);
 }
@@ -128,6 +129,7 @@ static void reply(struct channel *c, struct epoch *e, unsigned char *bytes, size
     if (r->opcode == OP_INIT && header.error == 0) {
         length = patch_init(c, body, length);
         e->ready = true;
+        e->ready_s = now_s();
         wake_main(c);
     }
     struct fuse_open_out open = {0};

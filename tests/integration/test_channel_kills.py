@@ -1,11 +1,12 @@
 """Daemons killed over and over under every kind of reader: nothing is lost, nothing is wrong, nothing grows.
 
-TIERFS_KILLS sets how many (15 by default), TIERFS_KILL_SEED the seed that is printed otherwise. The readers are
-kill_load.py, one process each.
+TIERFS_KILLS sets how many (15 by default, 8 for the sanitized programs), TIERFS_KILL_SEED the seed that is printed
+otherwise. The readers are kill_load.py, one process each.
 """
 
 import os
 import random
+import re
 import shutil
 import signal
 import time
@@ -23,7 +24,7 @@ from tierfs.blocks.errors import ControlError
 from tierfs.control import registry
 from tierfs.control.socket import ask
 
-KILLS = int(os.environ.get("TIERFS_KILLS", "15"))
+KILLS = int(os.environ.get("TIERFS_KILLS", "0"))
 EVERY_S = 2.0
 START_KILLS = 4  # daemons in a row that do not get through their start
 READY_S = 60.0
@@ -33,7 +34,7 @@ SHOWN = ("passthrough_opens", "cached_opens", "held_back_opens", "replays", "gra
 pytestmark = [
     pytest.mark.fuse,
     pytest.mark.slow,
-    pytest.mark.timeout(120 + 15 * KILLS),
+    pytest.mark.timeout(300 + 15 * KILLS),
     pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed"),
 ]
 MakeMount = Callable[..., Mount]
@@ -149,6 +150,27 @@ class Victims:
             pending=named["pending"],
         )
 
+    def end(self, pid: int, how: str) -> None:
+        """See that this daemon ends, in one way or another."""
+        self.last = pid
+        if how == "replaced":
+            os.kill(self.channel, signal.SIGHUP)
+        elif how == "stopped, then replaced":  # the channel waits for it for a while
+            os.kill(pid, signal.SIGSTOP)
+            os.kill(self.channel, signal.SIGHUP)
+        elif how == "told":
+            os.kill(pid, signal.SIGTERM)
+        elif how == "stopped, then killed":
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(0.5)
+            os.kill(pid, signal.SIGKILL)
+        else:
+            self.kill(pid)
+
+    def pauses(self) -> list[str]:
+        """How long the channel waited before each of the daemons."""
+        return re.findall(r"starting another in ([0-9.]+) s", self.mounted.log())
+
     def replace_idle(self, kills: int) -> Sample:
         """Another daemon while there is no reader."""
         self.kill(self.mounted.pid)
@@ -157,9 +179,13 @@ class Victims:
         return self.sample(kills, pid)
 
 
+def kills_of(kind: str) -> int:
+    return KILLS or (15 if kind == "plain" else 8)
+
+
 def seed_of_this_run() -> int:
     seed = int(os.environ.get("TIERFS_KILL_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 31)
-    print(f"TIERFS_KILL_SEED={seed} TIERFS_KILLS={KILLS}")
+    print(f"TIERFS_KILL_SEED={seed}")
     return seed
 
 
@@ -182,6 +208,8 @@ def assert_flat(idle: list[Sample], loaded: list[Sample], kind: str, *, passthro
     few = max(1, min(10, len(loaded) // 4))
     begin, end = loaded[len(loaded) // 10 :][:few], loaded[-few:]
     print(f"idle before {idle[0]}\nbegin {begin[0]}\nend   {end[-1]}\nidle after {idle[-1]}")
+
+    print("anonymous KiB", [one.channel_anonymous_kib for one in loaded[:: max(1, len(loaded) // 20)]])
 
     def least(some: list[Sample], name: str) -> float:
         return float(min(getattr(one, name) for one in some))
@@ -220,6 +248,13 @@ def assert_quiet(mounted: Mount, kills: int) -> None:
     assert "_by_bug" not in mounted.log(), mounted.log()[-5000:]
 
 
+def assert_clean_end(mounted: Mount) -> None:
+    """The channel has ended, and no sanitizer had anything to say: at the end it looks for what was never freed."""
+    mounted.unmount()
+    eventually(lambda: not runs(mounted.channel_pid), "the channel has ended")
+    assert "Sanitizer" not in mounted.log(), mounted.log()[-5000:]
+
+
 def test_readers_of_every_kind_outlive_their_daemons(
     build_kind: str, truth: Path, tmp_path: Path, mount: MakeMount, serve: Callable[..., Serve]
 ) -> None:
@@ -231,9 +266,10 @@ def test_readers_of_every_kind_outlive_their_daemons(
     for model in ("m0", "m1"):
         tierfs("warm", mounted.path / model, timeout_s=60)
     samples: list[Sample] = []
+    kills = kills_of(build_kind)
     with readers(mounted, truth, tmp_path, seed, passthrough=True) as all_well:
         pid = mounted.pid
-        for number in range(KILLS):
+        for number in range(kills):
             time.sleep(rng.uniform(0.1, 1.9) * EVERY_S / 2)
             victims.kill(pid)
             pid = victims.next()
@@ -241,9 +277,10 @@ def test_readers_of_every_kind_outlive_their_daemons(
             all_well()
             victims.ready(pid)
             samples.append(victims.sample(number + 1, pid))
-    assert_quiet(mounted, KILLS + 1)
-    idle.append(victims.replace_idle(KILLS + 2))
+    assert_quiet(mounted, kills + 1)
+    idle.append(victims.replace_idle(kills + 2))
     assert_flat(idle, samples, build_kind, passthrough=mounted.status()["kernel"]["passthrough"])
+    assert_clean_end(mounted)
 
 
 def test_daemons_killed_while_they_start_lose_nothing(
@@ -260,7 +297,7 @@ def test_daemons_killed_while_they_start_lose_nothing(
     kills = 1
     with readers(mounted, truth, tmp_path, seed, passthrough=True) as all_well:
         pid = mounted.pid
-        while kills < KILLS:
+        while kills < kills_of(build_kind):
             for number in range(START_KILLS):
                 victims.kill(pid)
                 kills += 1
@@ -275,3 +312,52 @@ def test_daemons_killed_while_they_start_lose_nothing(
     assert_quiet(mounted, kills)
     idle.append(victims.replace_idle(kills + 1))
     assert_flat(idle, samples, build_kind, passthrough=mounted.status()["kernel"]["passthrough"])
+    assert_clean_end(mounted)
+
+
+def test_a_daemon_that_lived_without_work_is_followed_at_once(
+    kill_programs: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    truth: Path,
+    tmp_path: Path,
+    mount: MakeMount,
+    serve: Callable[..., Serve],
+) -> None:
+    use(kill_programs, monkeypatch, "plain")
+    victims = Victims(small_warm_mount(mount, serve, truth, tmp_path))
+    for kills in (1, 2, 3):  # dead before they have done anything
+        victims.replace_idle(kills)
+    assert set(victims.pauses()[1:]) != {"0.0"}, "the pause does not grow"
+    time.sleep(6.0)  # longer than the longest pause
+    victims.replace_idle(4)
+    assert victims.pauses()[-1] == "0.0"
+
+
+WAYS = ["replaced", "told", "stopped, then killed", "killed", "stopped, then replaced"]
+
+
+def test_daemons_that_end_in_other_ways_cost_readers_as_little(
+    kill_programs: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    truth: Path,
+    tmp_path: Path,
+    mount: MakeMount,
+    serve: Callable[..., Serve],
+) -> None:
+    use(kill_programs, monkeypatch, "plain")
+    seed = seed_of_this_run()
+    rng = random.Random(seed)
+    mounted = small_warm_mount(mount, serve, truth, tmp_path)
+    tierfs("warm", mounted.path / "m1", timeout_s=60)
+    victims = Victims(mounted)
+    ways = rng.sample(WAYS, len(WAYS))
+    with readers(mounted, truth, tmp_path, seed, passthrough=True) as all_well:
+        pid = mounted.pid
+        for how in ways:
+            time.sleep(rng.uniform(0.1, 1.0))
+            victims.end(pid, how)
+            pid = victims.next()
+            all_well()
+            victims.ready(pid)
+    assert_quiet(mounted, len(ways))
+    assert_clean_end(mounted)

@@ -27,7 +27,7 @@ from tierfs.tiers.objects import FORMAT
 pytestmark = [
     pytest.mark.fuse,
     pytest.mark.slow,
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed"),
 ]
 MakeMount = Callable[..., Mount]

@@ -12,6 +12,7 @@ from tierfs.tiers.objects import (
     SYNCFS_FROM,
     ObjectStore,
     allocated_bytes,
+    check_format,
     drop_cached,
     medium_of,
     read_block,
@@ -146,9 +147,13 @@ def test_other_format_is_refused(tmp_path: Path, text: str, reason: str) -> None
     (tmp_path / "format").write_text(text)
     with pytest.raises(TierFailed, match=reason):
         first.open()
+    with pytest.raises(TierFailed, match=reason):
+        check_format(tmp_path)
     (tmp_path / "format").write_text("2\n")
     first.open()  # the refusal left no lock behind
+    check_format(tmp_path)  # needs no lock
     first.close()
+    check_format(tmp_path / "not-there")
 
 
 def test_directory_that_was_moved_or_replaced_is_not_present(store: ObjectStore, tmp_path: Path) -> None:

@@ -124,8 +124,10 @@ def write(record: Record) -> None:
 
 
 def write_failure(mountpoint: str, reason: str) -> None:
-    """Leave word why this daemon could not start, for those who wait for it."""
+    """Leave word why this daemon could not start, for those who wait for it: where one before it left a record."""
     path = record_path(mountpoint)
+    if not path.exists():
+        return
     temporary = path.with_suffix(".reason")
     temporary.touch(mode=0o600)
     temporary.write_text(" ".join(reason.split())[:_FAILURE_CHARACTERS_MAX])
