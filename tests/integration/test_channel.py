@@ -153,6 +153,36 @@ def test_a_resident_file_is_read_and_mapped_in_passthrough(
     assert mounted.status()["requests"]["reads"] == reads, "reads of a passthrough handle came to the daemon"
 
 
+def test_a_model_that_is_read_in_passthrough_moves_from_warm_to_hot(
+    plain: None, models: Path, tmp_path: Path, mount: MakeMount, serve: Callable[..., Serve]
+) -> None:
+    hot = Path("/dev/shm") / f"tierfs-test-{os.getpid()}-{time.monotonic_ns()}"
+    server = serve(models)
+    try:
+        mounted = mount(
+            server.url,
+            warm=f'path = "{tmp_path}/warm"\ncapacity = "1GiB"',
+            hot=f'path = "{hot}"\ncapacity = "64MiB"\nadmit = "second"',
+            mode="channel",
+        )
+        passthrough_or_skip(mounted)
+        tierfs("warm", mounted.path / "m1", "--tier", "warm", timeout_s=120)
+        place = mounted.path / "m1" / "weights.bin"
+        open_in_passthrough(mounted, place).close()
+        assert mounted.status()["tiers"]["warm"]["handed_out"] >= 1
+        time.sleep(5.5)  # a load that begins sooner is the same one
+        place.open("rb").close()
+        assert mounted.status()["tiers"]["hot"]["handed_out"] == 0
+        eventually(lambda: mounted.status()["promotion"]["promoted_models"] == 1, "the model is hot", within_s=60)
+        drop_caches()
+        with open_in_passthrough(mounted, place) as file:
+            assert hashlib.sha256(file.read()).hexdigest() == digest(models / "m1" / "weights.bin")
+        assert mounted.status()["tiers"]["hot"]["handed_out"] >= 1
+        assert mounted.status()["source"]["fetched_bytes"] <= 7 * BLOCK
+    finally:
+        shutil.rmtree(hot, ignore_errors=True)
+
+
 def test_an_open_for_writing_is_refused(
     plain: None, models: Path, tmp_path: Path, mount: MakeMount, serve: Callable[..., Serve]
 ) -> None:

@@ -36,6 +36,7 @@ from tierfs.blocks.units import format_bytes
 from tierfs.cache.block_cache import BlockCache
 from tierfs.cache.buffers import BufferPool
 from tierfs.cache.prefetcher import Prefetcher
+from tierfs.cache.promoter import Promoter
 from tierfs.catalog.remembered import Remembered
 from tierfs.catalog.schema import Kind, Publication
 from tierfs.catalog.superseded import SupersededStore
@@ -282,6 +283,7 @@ class _Mount:
             await outer.start(_running, cache)
             prefetcher = Prefetcher(cache, bytes_per_s=config.readahead.rate_max)
             await outer.start(_running, prefetcher)
+            promoter = Promoter(cache, files_of=lambda model: filesystem.files_of_model(model))
             superseded = await trio.to_thread.run_sync(self._superseded.load)
             if not self._taking_over:  # nothing is open yet
                 superseded = []
@@ -298,11 +300,14 @@ class _Mount:
                 ),
                 request_timeout_s=config.mount.request_timeout,
                 superseded=superseded,
+                on_open=promoter.opened,
             )
+            promoter.resume(filesystem.files_below(b""))
+            await outer.start(_running, promoter)
             if self._channel is not None and self._taking_over:
                 await self._take_over(self._channel, filesystem, publication)
             outer.start_soon(self._follow, source, filesystem, publication)
-            await self._serve(filesystem, prefetcher)
+            await self._serve(filesystem, prefetcher, promoter)
             outer.cancel_scope.cancel()
 
     async def _take_over(self, channel: Channel, filesystem: Filesystem, publication: Publication) -> None:
@@ -317,7 +322,7 @@ class _Mount:
         self._before = None
         filesystem.adopt_all(handles)
 
-    async def _serve(self, filesystem: Filesystem, prefetcher: Prefetcher) -> None:
+    async def _serve(self, filesystem: Filesystem, prefetcher: Prefetcher, promoter: Promoter) -> None:
         options = self._config.mount
         presentation = Presentation(
             uid=os.geteuid() if options.uid is None else options.uid,
@@ -346,6 +351,7 @@ class _Mount:
                 memory_limit_bytes=self._config.memory.limit,
                 filesystem=filesystem,
                 prefetcher=prefetcher,
+                promoter=promoter,
                 requests=operations.statistics,
                 kernel=KernelLimits(),
                 stop=self._stopping.set,

@@ -186,6 +186,10 @@ class BlockCache:
             tier.touch(ObjectKey(version))
             tier.pin(ObjectKey(version))
 
+    def hot_admits(self, version: VersionId) -> bool:
+        """Whether that content may enter the hot tier by being read."""
+        return self._hot_admission.admits(self.key(version))
+
     def closed(self, version: VersionId) -> None:
         """The counterpart of opened()."""
         for tier in self.tiers:

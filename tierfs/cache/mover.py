@@ -49,7 +49,7 @@ async def warm(cache: BlockCache, files: Sequence[FileFacts], tier: LocalTier, p
             try:
                 if progress.source_away:
                     raise SourceTimeout("the source is away")
-                kept = await _bring(cache, file, block, tier)
+                kept = await bring(cache, file, block, tier)
             except TierfsError as error:
                 progress.source_away = progress.source_away or isinstance(error, SourceTimeout)
                 progress.failed_bytes += length
@@ -80,8 +80,11 @@ async def warm(cache: BlockCache, files: Sequence[FileFacts], tier: LocalTier, p
             tier.unpin(key)
 
 
-async def _bring(cache: BlockCache, file: FileFacts, block: int, tier: LocalTier) -> bool:
-    """Whether the block is in the tier, or on its way there, afterwards."""
+async def bring(cache: BlockCache, file: FileFacts, block: int, tier: LocalTier) -> bool:
+    """Whether the block is in the tier, or on its way there, afterwards.
+
+    Raises as reads do, and TierFailed when the tier is out of service.
+    """
     while True:
         if tier.resident(cache.key(file.version), block):
             return True

@@ -17,6 +17,7 @@ from tierfs.blocks.errors import ControlError
 from tierfs.cache import mover
 from tierfs.cache.block_cache import BlockCache, FileFacts, blocks_of
 from tierfs.cache.prefetcher import Prefetcher
+from tierfs.cache.promoter import Promoter
 from tierfs.control.socket import Handler, Reply, Send
 from tierfs.fs.filesystem import Filesystem
 from tierfs.fs.tree import Tree
@@ -40,6 +41,7 @@ class Daemon:
     memory_limit_bytes: int
     filesystem: Filesystem
     prefetcher: Prefetcher
+    promoter: Promoter
     requests: RequestStatistics
     kernel: KernelLimits
     stop: Callable[[], None]
@@ -131,6 +133,7 @@ async def status(daemon: Daemon) -> Reply:
         "loading_blocks": cache.loading,
         "queued_prefetch_blocks": daemon.prefetcher.queued_blocks,
         "dropped_prefetch_blocks": daemon.prefetcher.dropped_blocks,
+        "promotion": asdict(daemon.promoter.statistics()),
         "models": await _models(daemon, tree),
     }
 

@@ -50,6 +50,7 @@ class Filesystem:
         readahead: ReadaheadConfig,
         request_timeout_s: float,
         superseded: Iterable[Superseded] = (),
+        on_open: Callable[[FileFacts], None] = lambda file: None,
     ) -> None:
         self.tree = tree
         self.inodes = inodes
@@ -57,6 +58,7 @@ class Filesystem:
         self._prefetcher = prefetcher
         self._readahead = readahead
         self._request_timeout_s = request_timeout_s
+        self._on_open = on_open
         self._views: dict[int, FileView] = {}  # by inode number
         self._superseded = {record.inode: record for record in superseded}
         self._listings = Listings()
@@ -131,6 +133,7 @@ class Filesystem:
         node = self.node(inode)
         view = self._views.get(inode) or self._view_of(node)
         view.opens += 1
+        self._on_open(view.facts)
         return view
 
     def view(self, inode: int) -> FileView:
@@ -257,6 +260,10 @@ class Filesystem:
     def files_below(self, path: bytes) -> list[FileFacts]:
         """All files at or below a path, each version once. Raises NotFound."""
         return [self.tree.facts(node) for node in self.tree.files_below(self.resolve(path))]
+
+    def files_of_model(self, model: bytes) -> list[FileFacts]:
+        """All files of one model, each version once. Raises NotFound."""
+        return [file for file in self.files_below(model) if file.model == model]
 
     # -- readahead across files -----------------------------------------------------------------------------------
 

@@ -118,6 +118,7 @@ class TierStatistics:
     state: str = "ok"  # ok, degraded, failed
     reason: str = ""
     kind: str = ""  # what the medium is: directory, tmpfs, dax
+    handed_out: int = 0  # opens that got a whole object to read without us
     kept_back: dict[str, int] = field(default_factory=dict)  # reason -> opens that got no object, all of it here
     devices: list[dict[str, object]] = field(default_factory=list)
 

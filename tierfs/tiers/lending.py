@@ -109,6 +109,7 @@ class Lending:
             return None
         found = await self._whole(entry)
         if not isinstance(found, str):
+            self._statistics.handed_out += 1
             return found
         if found != _INCOMPLETE:
             counts = self._statistics.kept_back
