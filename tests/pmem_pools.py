@@ -5,14 +5,16 @@ when it is loaded: hence set here, before any test of such a module runs. TIERFS
 DAX file system.
 """
 
+import functools
 import os
 import random
+import select
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator
+import time
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -38,20 +40,32 @@ def persistent_folder() -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def killed_at_a_random_point(script: str, arguments: list[str], random_point: random.Random, longest_s: float) -> bytes:
-    """Run a script; kill -9 it at a random moment after its first byte of output. Everything it wrote."""
-    child = subprocess.Popen(
-        [sys.executable, "-c", script, *arguments], stdout=subprocess.PIPE, cwd=Path(__file__).parents[1]
-    )
-    assert child.stdout is not None
-    with child.stdout:
-        first = os.read(child.stdout.fileno(), 1)
-        assert first, "the child ended before it began"
+def killed_at_a_random_point(
+    work: Callable[[Callable[[bytes], object]], None], random_point: random.Random, longest_s: float
+) -> bytes:
+    """Run ``work`` in a child process, which kill -9 ends at a random moment after it first told something.
+
+    ``work`` gets a function to tell bytes by; all that was told is returned. No pool may be open here.
+    """
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
         try:
-            child.wait(random_point.random() * longest_s)
-        except subprocess.TimeoutExpired:
-            pass
-        child.send_signal(signal.SIGKILL)
-        written = first + child.stdout.read()
-    assert child.wait() == -signal.SIGKILL, "the child ended by itself"
-    return written
+            work(functools.partial(os.write, write_end))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    os.close(write_end)
+    with open(read_end, "rb", buffering=0) as pipe:
+        told = pipe.read(1)
+        if told:
+            end_s = time.monotonic() + random_point.random() * longest_s
+            while (left_s := end_s - time.monotonic()) > 0 and select.select([pipe], [], [], left_s)[0]:
+                told += pipe.read(1 << 16) or b""
+        os.kill(child, signal.SIGKILL)
+        told += pipe.readall() or b""
+    status = os.waitpid(child, 0)[1]
+    assert os.WIFSIGNALED(status), "the child ended by itself"
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    return told

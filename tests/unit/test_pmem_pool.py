@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -234,21 +235,17 @@ def test_interrupts_at_random_points_leave_all_or_nothing(folder: Path, pool: Po
     assert check(folder / "p", LAYOUT)
 
 
-_KILLED = """
-import os, sys
-from pathlib import Path
-from tierfs.tiers.pmem.pool import Pool
-pool = Pool.open(Path(sys.argv[1]), "test")
-number = int.from_bytes(pool.read(0, 4), "little")
-os.write(1, b"s")
-while True:
-    number += 1
-    data = number.to_bytes(4, "little")
-    with pool.transaction() as transaction:
-        for offset in range(0, 4096, 64):
-            transaction.write(offset, data)
-    os.write(1, data)
-"""
+def count_for_ever(path: Path, tell: Callable[[bytes], object]) -> None:
+    pool = Pool.open(path, LAYOUT)
+    number = int.from_bytes(pool.read(0, 4), "little")
+    tell(b"s")
+    while True:
+        number += 1
+        data = number.to_bytes(4, "little")
+        with pool.transaction() as transaction:
+            for offset in range(0, 4096, 64):
+                transaction.write(offset, data)
+        tell(data)
 
 
 @pytest.mark.parametrize("kills", [10, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(400)])])
@@ -259,7 +256,7 @@ def test_kill_at_random_points_leaves_a_whole_pool(folder: Path, pool: Pool, kil
     point = random.Random(seed)
     seen = 0
     for _ in range(kills):
-        told = killed_at_a_random_point(_KILLED, [str(folder / "p")], point, 0.01)[1:]
+        told = killed_at_a_random_point(partial(count_for_ever, folder / "p"), point, 0.01)[1:]
         told = told[: len(told) // 4 * 4]
         assert check(folder / "p", LAYOUT)
         again = Pool.open(folder / "p", LAYOUT)
