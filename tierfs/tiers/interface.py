@@ -117,6 +117,9 @@ class TierStatistics:
     state: str = "ok"  # ok, degraded, failed
     reason: str = ""
     kind: str = ""  # what the medium is: directory, tmpfs, dax
+    medium: str = ""  # what that means, for people: pmem, tmpfs (volatile), directory
+    residency: str = ""  # where it is kept: libpmemobj pool, sqlite, none
+    residency_reason: str = ""  # why not in a pool, where the tier is mapped
     devices: list[dict[str, object]] = field(default_factory=list)
 
 
