@@ -75,7 +75,7 @@ bool inode_opened(struct channel *c, struct request *r, struct fuse_open_out *re
             inode->passthrough = true;
             inode->backing_id = id;
             count(c, COUNT_PASSTHROUGH_INODES, 1);
-        } else if (file) {
+        } else {
             count(c, COUNT_REFUSED_OPENS, 1);
             set_counter(c, COUNT_LAST_REFUSAL, (uint64_t)-id);
         }

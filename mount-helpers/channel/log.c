@@ -5,10 +5,35 @@
 #include <time.h>
 #include <unistd.h>
 
-/* One line to standard error, which the launcher points at the daemon's log. */
+#define LINES_MAX 20 /* in a window; a daemon that sends nonsense must not fill the disk */
+#define WINDOW_S 10.0
+
+/* Whether a line may be written now; *held: how many could not be since the last that was. */
+static bool may_say(unsigned *held) {
+    static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+    static double since_s;
+    static unsigned lines, held_back;
+    pthread_mutex_lock(&lock);
+    if (now_s() - since_s >= WINDOW_S) {
+        since_s = now_s();
+        lines = 0;
+    }
+    bool may = lines < LINES_MAX;
+    *held = may ? held_back : 0;
+    held_back = may ? 0 : held_back + 1;
+    lines += may;
+    pthread_mutex_unlock(&lock);
+    return may;
+}
+
+/* One line to standard error, which the launcher points at a file beside the daemon's log. */
 void say(const char *format, ...) {
     char line[512];
-    int start = snprintf(line, sizeof line, "tierfs-channel: ");
+    unsigned held;
+    if (!may_say(&held))
+        return;
+    int start = held ? snprintf(line, sizeof line, "tierfs-channel: (%u lines held back) ", held)
+                     : snprintf(line, sizeof line, "tierfs-channel: ");
     va_list arguments;
     va_start(arguments, format);
     int length = vsnprintf(line + start, sizeof line - (size_t)start - 1, format, arguments);

@@ -265,6 +265,7 @@ def main() -> int:
         say(f"making the data in {work.directory}")
         large = data.make_large(work.path("large"), size_bytes=options.size, seed=options.seed)
         data.make_chaser(large.path.parent)
+        data.place_gguf(large.path.parent)
         many = work.path("many")
         bench = Bench(other.Setting(work, CHECKOUT, large, many, options.entries, config_extra), options)
         if any(workload.small_files for workload in bench.workloads):

@@ -36,6 +36,11 @@ class Setting:
     entries: int
     config_extra: str
 
+    @property
+    def gguf(self) -> Path:
+        """The GGUF model on the plain file system, which may not be there."""
+        return self.large.path.parent / data.GGUF_NAME
+
 
 class Peer:
     """One way to read the same bytes. `start` raises PeerFailed with the reason if it cannot be had here."""
@@ -63,9 +68,19 @@ class Peer:
         """The large file, or the directory of small ones, as this peer shows it."""
         raise NotImplementedError
 
+    @property
+    def gguf(self) -> Path:
+        """The GGUF model as this peer shows it."""
+        return self.file.parent / data.GGUF_NAME
+
+    @property
+    def models(self) -> list[Path]:
+        """All that is in its caches."""
+        return [self.file, self.gguf] if self.setting.gguf.exists() else [self.file]
+
     def cold_files(self) -> list[Path]:
         """The file as the reader sees it and the files behind it: none may be in the page cache before a run."""
-        return [self.file]
+        return self.models
 
     def pids(self) -> list[int]:
         """The processes whose memory and CPU time count as this peer's."""
@@ -146,7 +161,7 @@ class JuiceFs(Peer):
         return self.mount / data.LARGE_NAME
 
     def cold_files(self) -> list[Path]:
-        return [self.file, *files_below(self.cache), *files_below(self.directory / "bucket")]
+        return [*self.models, *files_below(self.cache), *files_below(self.directory / "bucket")]
 
     def pids(self) -> list[int]:
         return self._pids
@@ -155,13 +170,16 @@ class JuiceFs(Peer):
         self.format("meta.db")
         self.mount_volume("meta.db")
         shutil.copyfile(self.setting.large.path, self.file)
+        if self.setting.gguf.exists():
+            shutil.copyfile(self.setting.gguf, self.gguf)
         self.fill_cache()
 
     def fill_cache(self) -> None:
         """Read the file until its cache has all of it: it leaves blocks out when the disk cannot keep up."""
-        size_bytes = self.setting.large.size_bytes
+        size_bytes = sum(path.stat().st_size for path in self.models)
         for _ in range(10):
-            fill_by_reading(self.file)
+            for path in self.models:
+                fill_by_reading(path)
             deadline = monotonic() + 3
             while monotonic() < deadline:
                 cached = sum(files_below(self.cache).values())
@@ -364,7 +382,7 @@ class Rclone(Peer):
         return self.mount / data.LARGE_NAME
 
     def cold_files(self) -> list[Path]:
-        return [self.file, self.setting.large.path, *files_below(self.cache)]
+        return [*self.models, self.setting.large.path, *files_below(self.cache)]
 
     def pids(self) -> list[int]:
         return [] if self._pid is None else [self._pid]
@@ -372,7 +390,8 @@ class Rclone(Peer):
     def start(self) -> None:
         self.nginx.start()
         self.mount_remote()
-        fill_by_reading(self.file)
+        for path in self.models:
+            fill_by_reading(path)
 
     def stop(self) -> None:
         self.unmount_remote()

@@ -76,6 +76,10 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
+def _per_gib(seconds: Sequence[float], gib: float) -> str:
+    return f"{sum(seconds) / gib:.2f}" if gib >= 0.001 and any(seconds) else ""
+
+
 def _good(samples: Sequence[Sample], workload: str, peer: str) -> dict[int, Sample]:
     return {s.round: s for s in samples if s.workload == workload and s.peer == peer and not s.problem}
 
@@ -108,11 +112,21 @@ def speed_rows(samples: Sequence[Sample], workload: workloads.Workload) -> list[
         ]
         runs = list(good.values())
         gib = sum(s.bytes for s in runs) / workloads.GIB
-        cpu = f"{sum(s.cpu_s for s in runs) / gib:.2f}" if gib >= 0.001 and any(s.cpu_s for s in runs) else ""
+        cpu = _per_gib([s.cpu_s for s in runs], gib)
+        reader_cpu = _per_gib([s.extra.get("reader_cpu_s", 0.0) for s in runs], gib)
         memory = max(s.peak_memory_bytes for s in runs)
         seconds = statistics.median(s.seconds for s in runs)
         rows.append(
-            [peer, str(spread), f"{seconds:.2f}", *faster, cpu, f"{memory // MIB}" if memory else "", str(len(runs))]
+            [
+                peer,
+                str(spread),
+                f"{seconds:.2f}",
+                *faster,
+                cpu,
+                reader_cpu,
+                f"{memory // MIB}" if memory else "",
+                str(len(runs)),
+            ]
         )
     return rows
 
@@ -120,7 +134,7 @@ def speed_rows(samples: Sequence[Sample], workload: workloads.Workload) -> list[
 def speed_header(workload: workloads.Workload) -> list[str]:
     """The header of `speed_rows`."""
     ours = [f"{peer.name} / this" for peer in workload.peers if peer.name.startswith("tierfs")]
-    return ["peer", workload.unit, "s", *ours, "CPU s/GiB", "MiB held", "runs"]
+    return ["peer", workload.unit, "s", *ours, "CPU s/GiB", "reader's", "MiB held", "runs"]
 
 
 def verdicts(report: Report, chosen: Sequence[workloads.Workload]) -> list[Verdict]:

@@ -39,7 +39,7 @@ fi
 case " $* " in *" --help "* | *" -h "*) exec "$python" "$here/main.py" --help ;; esac
 
 if [ -n "$setup" ] && [ -e "$checkout/examples/setup.sh" ]; then
-    bash "$checkout/examples/setup.sh" test >&2 || { say "examples/setup.sh test failed"; exit 1; }
+    bash "$checkout/examples/setup.sh" test demo >&2 || { say "examples/setup.sh test demo failed"; exit 1; }
 fi
 if [ ! -x "$python" ]; then
     say "no $python: run bash examples/setup.sh test"

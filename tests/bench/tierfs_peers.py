@@ -122,7 +122,7 @@ class Tierfs(Peer):
         return self.mount / data.LARGE_NAME
 
     def cold_files(self) -> list[Path]:
-        return [self.file, self.setting.large.path, *files_below(self.warm)]
+        return [*self.models, self.setting.large.path, *files_below(self.warm)]
 
     def pids(self) -> list[int]:
         return self._pids
@@ -163,7 +163,7 @@ class Tierfs(Peer):
     def config(self) -> Path:
         """Write the configuration: tiers with room for the file, the rest as shipped."""
         self.warm.mkdir(exist_ok=True)
-        room = f"{(2 * self.setting.large.size_bytes + 2 * data.CHASER_BYTES) // MIB}MiB"
+        room = f"{(2 * self.setting.large.size_bytes + 2 * data.CHASER_BYTES + (256 << 20)) // MIB}MiB"
         lines = [
             f'state_dir = "{self.directory / "state"}"',
             "[source]",
@@ -227,7 +227,7 @@ class TierfsWarm(Tierfs):
     def start(self) -> None:
         super().start()
         self.mount_export()
-        self.tierfs("warm", str(self.file), timeout_s=300)
+        self.tierfs("warm", *map(str, self.models), timeout_s=300)
         self.require_resident("warm")
 
     def prepare(self) -> None:
@@ -252,16 +252,25 @@ class TierFile(TierfsWarm):
 
     name = "tier file"
 
+    _show_objects = False
+
     @property
     def file(self) -> Path:
-        return max((self.warm / "objects").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else -1)
+        return self._object(self.setting.large.path) if self._show_objects else super().file
+
+    @property
+    def gguf(self) -> Path:
+        return self._object(self.setting.gguf) if self._show_objects else super().gguf
+
+    def _object(self, path: Path) -> Path:
+        size_bytes = path.stat().st_size
+        (found,) = (file for file, length in files_below(self.warm / "objects").items() if length == size_bytes)
+        return found
 
     def start(self) -> None:
-        Tierfs.start(self)
-        self.mount_export()
-        self.tierfs("warm", str(self.mount / data.LARGE_NAME), timeout_s=300)
-        self.require_resident("warm")
+        super().start()
         self.unmount_export()
+        self._show_objects = True
 
     def prepare(self) -> None:
         """Nothing runs beside it."""
@@ -274,6 +283,63 @@ class TierFile(TierfsWarm):
 
     def objection(self, counted: dict[str, float]) -> str:
         return ""
+
+
+class TierfsPartly(Tierfs):
+    """The first three quarters of the file in the warm tier, so that no open of it is passthrough.
+
+    Only the first half is read then: what readahead plans beyond it is here, too.
+    """
+
+    name = "tierfs partly warm"
+
+    def start(self) -> None:
+        super().start()
+        self.mount_export()
+        with self.file.open("rb", buffering=0) as file:
+            while file.tell() < 3 * self.setting.large.size_bytes // 4 and file.read(4 << 20):
+                pass
+        deadline = monotonic() + 60
+        while self.status()["tiers"]["warm"]["queued_bytes"]:
+            if monotonic() > deadline:
+                raise PeerFailed("the warm tier had not written what was read after a minute")
+            sleep(0.2)
+        used_bytes = self.status()["tiers"]["warm"]["used_bytes"]
+        if not 3 / 4 <= used_bytes / self.setting.large.size_bytes < 1:
+            raise PeerFailed(f"{used_bytes} of {self.setting.large.size_bytes} bytes are warm: not part of the file")
+
+    def prepare(self) -> None:
+        self.unmount_export()
+        self.mount_export()
+
+    def objection(self, counted: dict[str, float]) -> str:
+        return f"{counted['fetched_bytes']:,.0f} bytes came from the source" if counted["fetched_bytes"] else ""
+
+
+class TierfsPartlyDirect(TierfsPartly):
+    """The same with every byte through Python."""
+
+    name = "tierfs partly warm, direct mode"
+    mount_options = ("--set", "mount.mode=direct")
+
+
+class MemoryFile(Peer):
+    """A copy of the file on a tmpfs: what a passthrough open of the hot tier can reach at best."""
+
+    name = "tmpfs file"
+
+    @property
+    def file(self) -> Path:
+        return self.work.memory_path("tmpfs-file") / data.LARGE_NAME
+
+    def start(self) -> None:
+        shutil.copyfile(self.setting.large.path, self.file)
+
+    def stop(self) -> None:
+        self.file.unlink(missing_ok=True)
+
+    def cold_files(self) -> list[Path]:
+        return []
 
 
 class TierfsHot(Tierfs):

@@ -16,6 +16,7 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
 
+import data
 import peers as other
 import tierfs_peers as ours
 from processes import PeerFailed
@@ -125,7 +126,8 @@ def throughput(readings: list[Reading]) -> Result:
     """GiB/s from the first start to the last end."""
     seconds = max(reading["end_s"] for reading in readings) - min(reading["start_s"] for reading in readings)
     total = sum(reading["bytes"] for reading in readings)
-    return Result(rate=total / GIB / seconds, seconds=seconds, bytes=total)
+    extra = {"reader_cpu_s": sum(reading["cpu_s"] for reading in readings)}
+    return Result(rate=total / GIB / seconds, seconds=seconds, bytes=total, extra=extra)
 
 
 def sequential(peer: other.Peer, options: Options, first: bool) -> Result:
@@ -153,11 +155,40 @@ def mapped(peer: other.Peer, options: Options, first: bool) -> Result:
     return throughput(readings)
 
 
-def random_reads(peer: other.Peer, options: Options, first: bool) -> Result:
+def first_half(peer: other.Peer, options: Options, first: bool) -> Result:
+    """The first half of the file in order by 4 MiB reads."""
+    readings = read_with("sequential", [peer.file], "--length-max", str(peer.setting.large.size_bytes // 2))
+    return throughput(readings)
+
+
+def first_half_random(peer: other.Peer, options: Options, first: bool) -> Result:
+    """As `random_reads`, in the first half of the file."""
+    return random_reads(peer, options, first, "--length-max", str(peer.setting.large.size_bytes // 2))
+
+
+def safetensors(peer: other.Peer, options: Options, first: bool) -> Result:
+    """Every tensor of the file by the safetensors library."""
+    readings = read_with("safetensors", [peer.file], *(["--digest"] if first else []))
+    large = peer.setting.large
+    require(not first or readings[0]["checksum"] == large.tensors_digest, "the tensors differ from the plain file's")
+    return throughput(readings)
+
+
+def llama(peer: other.Peer, options: Options, first: bool) -> Result:
+    """A llama.cpp server with the GGUF model, until it is ready."""
+    if not peer.setting.gguf.exists():
+        raise PeerFailed(f"the package {data.GGUF_PACKAGE} is not installed (examples/setup.sh demo)")
+    readings = read_with("llama", [peer.gguf], "--reference", str(peer.setting.gguf))
+    require(readings[0]["checksum"] == "same", "the model differs from the plain file")
+    return throughput(readings)
+
+
+def random_reads(peer: other.Peer, options: Options, first: bool, *arguments: str) -> Result:
     """4 KiB preads at the same random places for every peer, another set in each run would not be comparable."""
     readings = read_with(
         "random",
         [peer.file],
+        *arguments,
         "--seed",
         str(options.seed),
         "--reads-max",
@@ -169,7 +200,8 @@ def random_reads(peer: other.Peer, options: Options, first: bool) -> Result:
     )
     require(readings[0]["checksum"] == "same", "a random read differs from the plain file")
     seconds = readings[0]["end_s"] - readings[0]["start_s"]
-    return Result(rate=readings[0]["reads"] / seconds, seconds=seconds, bytes=readings[0]["bytes"])
+    extra = {"reader_cpu_s": readings[0]["cpu_s"]}
+    return Result(rate=readings[0]["reads"] / seconds, seconds=seconds, bytes=readings[0]["bytes"], extra=extra)
 
 
 def shared(peer: other.Peer, options: Options, first: bool) -> Result:
@@ -180,7 +212,7 @@ def shared(peer: other.Peer, options: Options, first: bool) -> Result:
         require(reading["checksum"] == peer.setting.large.digest, "one of the readers got other bytes")
     copies = (peer.counters()["fetched_bytes"] - before) / peer.setting.large.size_bytes
     result = throughput(readings)
-    extra = {"fetched_blocks_per_block": copies, "read_gib_per_s": result.rate}
+    extra = {**result.extra, "fetched_blocks_per_block": copies, "read_gib_per_s": result.rate}
     return Result(rate=1.0 if copies == 1 else 0.0, seconds=result.seconds, bytes=result.bytes, extra=extra)
 
 
@@ -221,6 +253,7 @@ def against_juicefs(peer: str, at_least: float) -> Bar:
 
 
 PASSTHROUGH_BAR = Bar("tierfs warm", "tier file", 0.97, "0.97 x the tier file itself")
+HOT_BAR = Bar("tierfs hot", "tmpfs file", 0.97, "0.97 x a file on the tmpfs")
 _RESIDENT = (
     other.Plain,
     ours.TierFile,
@@ -228,8 +261,12 @@ _RESIDENT = (
     other.Rclone,
     ours.TierfsWarm,
     ours.TierfsWarmDirect,
+    ours.MemoryFile,
     ours.TierfsHot,
 )
+_CLIENTS = (other.Plain, ours.TierFile, other.JuiceFs, other.Rclone, ours.TierfsWarm, ours.TierfsWarmDirect)
+_PARTLY = (ours.TierfsPartly, ours.TierfsPartlyDirect)
+_PARTLY_BARS = (Bar("tierfs partly warm", "tierfs partly warm, direct mode", 1.0, "direct mode"),)
 _COLD = (other.Curl, other.RcloneCold, ours.TierfsCold)
 _COLD_BARS = (
     Bar("tierfs cold", "rclone cold", 2.0, "2 x rclone"),
@@ -245,16 +282,34 @@ ALL = (
         "GiB/s",
         _RESIDENT,
         sequential,
-        (PASSTHROUGH_BAR, against_juicefs("tierfs warm", 2.0), against_juicefs("tierfs hot", 2.5)),
+        (PASSTHROUGH_BAR, HOT_BAR, against_juicefs("tierfs warm", 2.0), against_juicefs("tierfs hot", 2.5)),
     ),
-    Workload("mmap", "mmap walk", "GiB/s", _RESIDENT, mapped, (PASSTHROUGH_BAR, against_juicefs("tierfs warm", 2.0))),
+    Workload(
+        "mmap",
+        "mmap walk",
+        "GiB/s",
+        _RESIDENT,
+        mapped,
+        (PASSTHROUGH_BAR, HOT_BAR, against_juicefs("tierfs warm", 2.0)),
+    ),
     Workload(
         "random",
         "random 4 KiB reads",
         "reads/s",
         _RESIDENT,
         random_reads,
-        (PASSTHROUGH_BAR, against_juicefs("tierfs warm", 2.0)),
+        (PASSTHROUGH_BAR, HOT_BAR, against_juicefs("tierfs warm", 2.0)),
+    ),
+    Workload("safetensors", "safetensors, all tensors", "GiB/s", _CLIENTS, safetensors, (PASSTHROUGH_BAR,)),
+    Workload("llama", "llama.cpp, ready to answer", "GiB/s", _CLIENTS, llama, (PASSTHROUGH_BAR,)),
+    Workload("partly", "sequential, the file partly resident", "GiB/s", _PARTLY, first_half, _PARTLY_BARS),
+    Workload(
+        "partly-random",
+        "random 4 KiB reads, the file partly resident",
+        "reads/s",
+        _PARTLY,
+        first_half_random,
+        _PARTLY_BARS,
     ),
     Workload("cold", "cold sequential, source on the disk", "GiB/s", _COLD, sequential, _COLD_BARS),
     Workload(

@@ -292,12 +292,13 @@ static void a_refused_or_outdated_file_opens_cached(void) {
     struct fuse_open_out reply = {9, OPEN_KEEP_CACHE, 0};
     inode_offer(&c, 9, 3, 1); /* the slot has another file by now */
     CHECK(inode_opened(&c, an_open(&c, 2, 9), &reply) && !(reply.open_flags & OPEN_PASSTHROUGH));
+    CHECK(counters[COUNT_REFUSED_OPENS] == 1 && counters[COUNT_LAST_REFUSAL] == ENOENT);
     inode_released(&c, 9);
     backing_result = -ELOOP;
     inode_offer(&c, 9, 3, 2);
     CHECK(inode_opened(&c, an_open(&c, 4, 9), &reply) && !(reply.open_flags & OPEN_PASSTHROUGH));
     backing_result = 7;
-    CHECK(counters[COUNT_REFUSED_OPENS] == 1 && counters[COUNT_LAST_REFUSAL] == ELOOP);
+    CHECK(counters[COUNT_REFUSED_OPENS] == 2 && counters[COUNT_LAST_REFUSAL] == ELOOP);
     inode_released(&c, 9);
     clear(&c, &e, sockets);
 }
@@ -325,6 +326,25 @@ static void every_open_inode_is_listed_once(void) {
     clear(&c, &e, sockets);
 }
 
+static void a_flood_of_lines_is_held_back_and_counted(void) {
+    int pipe_fds[2], saved = dup(STDERR_FILENO);
+    CHECK(pipe(pipe_fds) == 0 && dup2(pipe_fds[1], STDERR_FILENO) >= 0);
+    for (int i = 0; i < 200; i++)
+        say("line %d", i);
+    CHECK(dup2(saved, STDERR_FILENO) >= 0);
+    close(pipe_fds[1]);
+    close(saved);
+    static char text[65536];
+    size_t length = 0;
+    for (ssize_t got; (got = read(pipe_fds[0], text + length, sizeof text - 1 - length)) > 0;)
+        length += (size_t)got;
+    close(pipe_fds[0]);
+    unsigned lines = 0;
+    for (size_t i = 0; i < length; i++)
+        lines += text[i] == '\n';
+    CHECK(lines > 0 && lines <= 20);
+}
+
 int main(void) {
     requests_of_a_wrong_length_are_bad();
     writes_and_unknown_requests_are_refused();
@@ -340,6 +360,7 @@ int main(void) {
     one_backing_id_until_the_last_release();
     a_cached_handle_keeps_passthrough_out();
     a_refused_or_outdated_file_opens_cached();
+    a_flood_of_lines_is_held_back_and_counted();
     every_open_inode_is_listed_once();
     puts("ok");
     return 0;

@@ -6,8 +6,9 @@ import mmap
 import os
 import shutil
 import sqlite3
+import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from tests.local_tiers import BLOCK, Content, object_files, run, running, until
 from tierfs.blocks.errors import TierFailed
 from tierfs.blocks.ids import ObjectKey
 from tierfs.blocks.spans import Span
+from tierfs.tiers import filling
 from tierfs.tiers.interface import LentFile, Offer, Part
 from tierfs.tiers.local import DirectoryTier
+from tierfs.tiers.objects import ObjectStore, OpenObject
 
 SHM = Path("/dev/shm")
 
@@ -262,12 +265,47 @@ def test_only_what_is_complete_and_verified_is_handed_out(kit: Kit) -> None:
             os.utime(file)
             assert await tier.whole(content.key) is None  # touched
             assert await tier.whole(content.key) is None  # not verified since
+            assert tier.statistics().kept_back == {"changed by somebody else": 1, "not verified": 1}
             assert await content.hits(tier) == 4
             lent = await tier.whole(content.key)
             assert lent is not None
             assert os.pread(kit.lender.files[lent.slot], 1 << 20, 0) == content.bytes
             assert await tier.whole(content.key) is lent
             assert await tier.whole(ObjectKey(bytes(16))) is None
+
+    run(test)
+
+
+def test_two_batches_of_one_object_do_not_take_each_others_writes_for_a_strangers(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both, one = Content(1, 3 * BLOCK), Content(2, BLOCK)
+    waiting, gate = threading.Event(), threading.Event()
+    open_all = filling._open_all
+
+    def slow_to_open(store: ObjectStore, wanted: Sequence[tuple[bytes, int]]) -> list[OpenObject]:
+        if any(name == one.key for name, _ in wanted):
+            waiting.set()
+            assert gate.wait(10)
+        return open_all(store, wanted)
+
+    monkeypatch.setattr(filling, "_open_all", slow_to_open)
+
+    async def test() -> None:
+        async with running(kit.tier()) as tier:
+            assert both.offer(tier, 0) is Offer.ACCEPTED
+            await tier.flush()
+            try:
+                # The first batch has a block of both, and waits for the other object to be opened.
+                assert both.offer(tier, 1) is one.offer(tier, 0) is Offer.ACCEPTED
+                await until(waiting.is_set)
+                assert both.offer(tier, 2) is Offer.ACCEPTED
+                await until(lambda: tier.resident(both.key, 2))
+                assert not tier.resident(both.key, 1)
+            finally:
+                gate.set()
+            await tier.flush()
+            assert await tier.whole(both.key) is not None
 
     run(test)
 
@@ -405,6 +443,33 @@ def test_evicted_object_that_nobody_maps_makes_room_for_what_it_was_evicted_for(
             tier._clock = lambda: 4e9  # the old one is cold by now
             assert await other.fill(tier) == 8
             assert await other.hits(tier) == 8
+
+    run(test)
+
+
+def test_a_model_that_turned_out_to_be_mapped_is_not_evicted_object_after_object_for_nothing(kit: Kit) -> None:
+    async def test() -> None:
+        shards = [Content(seed, 4 * BLOCK) for seed in range(1, 5)]
+        other = Content(9, 4 * BLOCK, model="other")
+        async with running(kit.tier(capacity_bytes=17 * BLOCK)) as tier:
+            maps = []
+            for shard in shards:
+                await shard.fill(tier)
+                lent = await tier.whole(shard.key)
+                assert lent is not None
+                maps.append(kit.lender.map(lent))
+            tier._clock = lambda: 4e9  # the old ones are cold by now
+            for _ in range(4):
+                await other.fill(tier)
+                await until(lambda: tier._space.leaving_bytes == 0)
+                tier._placement.room_changed()  # else "no room" is remembered for a second
+            assert len(kit.dying()) == 1  # one had to show it
+            assert [await shard.hits(tier) for shard in shards] == [0, 4, 4, 4]
+            for mapped in maps:
+                mapped.close()
+            await until(lambda: tier.statistics().dying_bytes == 0)
+            await other.fill(tier)
+            assert await other.hits(tier) == 4
 
     run(test)
 

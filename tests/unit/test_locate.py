@@ -368,6 +368,7 @@ def test_an_open_waits_for_no_tier_that_hangs(tmp_path: Path, monkeypatch: pytes
             lender.gate = trio.Event()
             with trio.fail_after(5):
                 assert await cache.whole(FILE) is None
+            assert cache.statistics.late_handouts == 1
             lender.gate.set()
 
     run(test)

@@ -76,6 +76,7 @@ class CacheStatistics:
     source_retries: int = 0
     corrupt_blocks: int = 0  # from the source
     failed_loads: int = 0
+    late_handouts: int = 0  # opens that no tier gave a whole object in time
     tier_bytes: int = 0  # loaded from local tiers as whole blocks
 
 
@@ -333,8 +334,13 @@ class BlockCache:
                     found.append(lent)
                     return
 
-        with trio.move_on_after(_WHOLE_S):
+        with trio.move_on_after(_WHOLE_S) as scope:
             await self._in_nursery(ask, what=f"whole path={file.path!r}")
+        if scope.cancelled_caught:
+            self.statistics.late_handouts += 1
+            log.warning(
+                "handout_late path=%r: no tier answered in %g s, opened through the daemon", file.path, _WHOLE_S
+            )
         return found[0] if found else None
 
     async def failed(self, lent: LentFile | None, offset_bytes: int, error_number: int) -> None:

@@ -30,6 +30,7 @@ from tierfs.control.socket import ask
 from tierfs.fuse.channel import Channel
 from tierfs.fuse.kernel import mount_at
 
+_ERRORS_BYTES_MAX = 1 << 20  # a longer file is put aside by the next mount
 _START_MARGIN_S = 60.0  # beyond source.timeout: opening the tiers and verifying their index
 _STOP_S = 8.5  # the daemon gives itself 8 s
 
@@ -200,9 +201,11 @@ def _first_line(receive: int, timeout_s: float) -> str | None:
 
 def _errors_file(settings: MountConfig, place: str) -> IO[bytes]:
     """Where a channel in the background, and what it starts, write their last words."""
-    path = launch.log_path(settings, place)
+    path = launch.log_path(settings, place).with_suffix(".channel.log")
     path.parent.mkdir(parents=True, exist_ok=True)
-    return path.with_suffix(".channel.log").open("ab+")
+    if path.exists() and path.stat().st_size > _ERRORS_BYTES_MAX:
+        path.replace(path.with_suffix(".log.1"))
+    return path.open("ab+")
 
 
 def _end_daemon(record: registry.Record, place: str) -> None:

@@ -95,7 +95,7 @@ async def status(daemon: Daemon) -> Reply:
         "daemon": {"pid": os.getpid(), "uptime_s": time.time() - daemon.started},
         "mode": "direct" if daemon.channel is None else "channel",
         "mode_reason": daemon.mode_reason,
-        "channel": None if daemon.channel is None else _channel(daemon.channel),
+        "channel": None if daemon.channel is None else _channel(daemon.channel, cache),
         "source": {
             **asdict(source),
             "state_age_s": max(0.0, time.time() - source.since_s) if source.since_s else 0.0,
@@ -135,12 +135,13 @@ async def status(daemon: Daemon) -> Reply:
     }
 
 
-def _channel(channel: Channel) -> Reply:
+def _channel(channel: Channel, cache: BlockCache) -> Reply:
     counters = channel.counters()
     return {
         "pid": channel.pid,
         "epoch": channel.epoch,
         "outstanding_leases": channel.outstanding,
+        "late_handouts": cache.statistics.late_handouts,
         "requests": counters.requests,
         "read_sizes": counters.read_sizes,
         **counters.named,

@@ -31,6 +31,7 @@ class DyingFile:
     device: Device
     leaf: str
     allocated_bytes: int
+    model: bytes | None  # None: from an earlier run
     since_s: float
     leaving: bool  # its bytes are in Space.leaving_bytes too
 
@@ -44,9 +45,16 @@ class Dying:
         self._added = trio.Event()
         self._limiter = trio.CapacityLimiter(1)
 
-    def add(self, device: Device, leaf: str, allocated_bytes: int, *, leaving: bool) -> None:
+    @property
+    def mapped_models(self) -> set[bytes]:
+        """Models of which an evicted object has turned out to be in use still: evicting more of them frees nothing."""
+        return {file.model for file in self._files if file.model is not None and not file.leaving}
+
+    def add(
+        self, device: Device, leaf: str, allocated_bytes: int, *, model: bytes | None = None, leaving: bool
+    ) -> None:
         """A file is among the dying ones of that device. ``leaving``: its space is expected any moment."""
-        self._files.append(DyingFile(device, leaf, allocated_bytes, trio.current_time(), leaving))
+        self._files.append(DyingFile(device, leaf, allocated_bytes, model, trio.current_time(), leaving))
         self._space.dying_bytes += allocated_bytes
         if leaving:
             self._space.leaving_bytes += allocated_bytes

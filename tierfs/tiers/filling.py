@@ -175,9 +175,11 @@ class Filler:
             started_s = time.perf_counter()
             await self._open(device, entries, files)
             for entry in entries:
-                if entry.writing == 1:
+                # Not when another batch has written since, be it over or not: those times are ours.
+                if not entry.stamp_due:
                     status = os.fstat(files[entry].fd)
                     entry.compare((status.st_mtime_ns, status.st_ctime_ns))
+                    entry.stamp_due = True
             await self._write(device, batch, files)
             written = [(files[w.entry], w.block * w.entry.block_bytes, w.length_bytes) for w in batch]
             ranges = [] if self._mapped else written
@@ -281,6 +283,7 @@ class Filler:
         self._space.set_allocated(entry, allocated_bytes(status))
         if entry.writing == 0:
             entry.stamp = (status.st_mtime_ns, status.st_ctime_ns)
+            entry.stamp_due = False
             if entry.device.persistent:
                 entry.device.stamps[entry.name] = entry.stamp
 

@@ -28,7 +28,7 @@ class Entry:
         "aliases", "allocated_bytes", "block_bytes", "device", "digests", "gone", "handed_out",
         "handed_out_saved", "key", "last_use_s", "model",
         "model_bytes", "name", "path", "pending", "removing", "resident", "resident_blocks", "resident_bytes",
-        "size_bytes", "stamp", "stamp_serial", "verified", "writing",
+        "size_bytes", "stamp", "stamp_due", "stamp_serial", "verified", "writing",
     )  # fmt: skip
 
     def __init__(
@@ -55,6 +55,7 @@ class Entry:
         self.pending: set[int] = set()
         self.writing = 0  # batches that write to the file now
         self.stamp: tuple[int, int] | None = None
+        self.stamp_due = False  # written to since the stamp was taken
         self.stamp_serial = 0  # grows whenever the verified flags were lost
         self.handed_out = False  # somebody may map the file: it is never written to again, and goes as a whole
         self.handed_out_saved = False  # and the next run will know

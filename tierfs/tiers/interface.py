@@ -120,6 +120,7 @@ class TierStatistics:
     medium: str = ""  # what that means, for people: pmem, tmpfs (volatile), directory
     residency: str = ""  # where it is kept: libpmemobj pool, sqlite, none
     residency_reason: str = ""  # why not in a pool, where the tier is mapped
+    kept_back: dict[str, int] = field(default_factory=dict)  # reason -> opens that got no object, all of it here
     devices: list[dict[str, object]] = field(default_factory=list)
 
 

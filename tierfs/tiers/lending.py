@@ -21,6 +21,7 @@ from tierfs.tiers.reading import Reader
 
 _log = logging.getLogger(__name__)
 
+_INCOMPLETE = "incomplete"
 _REFUSED_S = 10.0  # so long the channel is not asked again for an object it refused
 
 
@@ -75,23 +76,44 @@ class Lending:
                 self._descriptors.give_back(opened)
 
     async def whole(self, entry: Entry) -> LentFile | None:
-        """LocalTier.whole."""
-        if self._descriptors.lender is None or not _complete(entry):
+        """LocalTier.whole. Of those that are all here and not handed out all the same, the reasons are counted."""
+        if self._descriptors.lender is None:
             return None
+        found = await self._whole(entry)
+        if not isinstance(found, str):
+            return found
+        if found != _INCOMPLETE:
+            counts = self._statistics.kept_back
+            counts[found] = counts.get(found, 0) + 1
+            _log.info("object_kept_back tier=%s reason=%r path=%r", self._statistics.name, found, entry.path)
+        return None
+
+    async def _whole(self, entry: Entry) -> LentFile | str:
+        """The object, or why it cannot be handed out."""
+        if lacks := _lacks(entry):
+            return lacks
         opened = await self._reader.open(entry)
         if opened is None:
-            return None
+            return "cannot be opened"
         try:
             lent = opened.lent or await self._lend(opened)
-            if lent is None or not self._reader.untouched(entry, opened) or not _complete(entry):
-                return None
+            if lent is None:
+                return "not taken by the channel"
+            if not self._reader.untouched(entry, opened):
+                return "changed by somebody else"
+            if lacks := _lacks(entry):
+                return lacks
             entry.handed_out = True  # no checkpoint since it was complete: nothing of it is dropped or written now
             if not entry.handed_out_saved and not await self._save(entry):
-                return None
-            return lent if self._reader.untouched(entry, opened) and _complete(entry) else None
+                return "cannot be marked"
+            if not self._reader.untouched(entry, opened):
+                return "changed by somebody else"
+            if lacks := _lacks(entry):
+                return lacks
+            return lent
         except OSError as error:
             await self._reader.failed(entry, 0, error)
-            return None
+            return "cannot be read"
         finally:
             self._descriptors.give_back(opened)
 
@@ -147,12 +169,14 @@ async def _lend_read_only(lender: Lender, opened: OpenObject) -> LentFile | None
         os.close(fd)
 
 
-def _complete(entry: Entry) -> bool:
-    """Whether every block can be read, and none is being written."""
-    return (
-        not entry.removing
-        and 0 < entry.resident_blocks == len(entry.resident)
-        and 0 not in entry.verified
-        and not entry.writing
-        and not entry.pending
-    )
+def _lacks(entry: Entry) -> str:
+    """Why it cannot be handed out; "" when every block can be read, and none is being written."""
+    if entry.removing:
+        return "being evicted"
+    if not 0 < entry.resident_blocks == len(entry.resident):
+        return _INCOMPLETE
+    if entry.writing or entry.pending:
+        return "being written"
+    if 0 in entry.verified:
+        return "not verified"
+    return ""

@@ -326,6 +326,7 @@ class DirectoryTier:
             used_bytes=self._space.used_bytes - self._space.leaving_bytes,
             cost_bytes=cost_bytes,
             model=model,
+            mapped=self._removals.dying.mapped_models,
             now_s=self._clock(),
         )
         for entry in victims or ():
@@ -344,6 +345,7 @@ class DirectoryTier:
             used_bytes=0,
             cost_bytes=short_bytes,
             model=model,
+            mapped=self._removals.dying.mapped_models,
             now_s=self._clock(),
         )
         for entry in victims or ():

@@ -6,7 +6,7 @@ Keys given here are canonical (see Index), entries are those of the index.
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from tierfs.blocks.ids import ObjectKey
 from tierfs.policy.eviction import Candidate, HeatTable, choose_victims
@@ -86,9 +86,12 @@ class Placement:
         used_bytes: int,
         cost_bytes: int,
         model: bytes | None,
+        mapped: Set[bytes],
         now_s: float,
     ) -> list[Entry] | None:
         """What must go before ``cost_bytes`` of that model may come; None where the rules find no room.
+
+        ``mapped``: models that somebody is known to map: of these, what was handed out stays.
 
         Without a model: what must go to get below the marks again, as far as the rules allow.
         """
@@ -100,9 +103,15 @@ class Placement:
         by_key = {entry.key: entry for entry in entries if entry.device.evictable}
         victims = choose_victims(
             (
-                Candidate(key, entry.model, entry.allocated_bytes, entry.last_use_s, key in self._pins)
+                Candidate(
+                    key,
+                    entry.model,
+                    entry.allocated_bytes,
+                    entry.last_use_s,
+                    pinned=key in self._pins or (entry.handed_out and entry.model in mapped),
+                )
                 for key, entry in by_key.items()
-            ),
+            ),  # fmt: skip
             self.heats,
             needed_bytes=needed_bytes,
             wanted_bytes=watermarks.wanted_bytes(used_bytes, cost_bytes),

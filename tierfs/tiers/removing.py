@@ -110,7 +110,7 @@ class Removals:
         """The object is out of the way; what is left is a file whose space follows when nobody maps it."""
         allocated_bytes = entry.allocated_bytes
         self._give_up(entry)
-        self.dying.add(entry.device, leaf, allocated_bytes, leaving=True)
+        self.dying.add(entry.device, leaf, allocated_bytes, model=entry.model, leaving=True)
 
     def _unlinked(self, entry: Entry) -> None:
         opened = self.descriptors.retire(entry)
