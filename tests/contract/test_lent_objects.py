@@ -115,6 +115,10 @@ class Kit:
     def objects(self) -> list[Path]:
         return object_files(self.root)
 
+    async def gone(self, tier: DirectoryTier) -> None:
+        """Wait until every object has left, and the tier knows."""
+        await until(lambda: self.objects() == [] and not tier._removals._leaving)
+
     def dying(self) -> list[Path]:
         return list((self.root / "dying").iterdir())
 
@@ -166,6 +170,31 @@ def test_place_of_a_span_is_that_of_its_bytes(kit: Kit) -> None:
             assert await tier.whole(content.key) is None
             tier.lender = kit.lender
         assert kit.lender.files == {}  # the end of the tier takes everything back
+
+    run(test)
+
+
+def test_what_is_open_and_lent_has_its_place_at_once(kit: Kit) -> None:
+    async def test() -> None:
+        content, span = Content(1, 3 * BLOCK), Span(1, 4000, 5000)
+        async with running(kit.tier()) as tier:
+            await content.fill(tier)
+            assert tier.locate_nowait(content.key, span) is None  # not lent yet
+            first = await tier.locate(content.key, span)
+            part = tier.locate_nowait(content.key, span)
+            assert first is not None
+            assert part is not None
+            assert kit.lender.read(part) == kit.lender.read(first) == content.block(1)[4000:9000]
+            assert tier.locate_nowait(content.key, Span(9, 0, 1)) is None
+            first.hold.release()
+            (file,) = kit.objects()
+            os.utime(file)  # somebody else was there
+            assert tier.locate_nowait(content.key, span) is None
+            tier._evict(tier._index.get(content.key))  # type: ignore[arg-type]
+            await kit.gone(tier)
+            assert len(kit.lender.files) == 1
+            part.hold.release()
+            assert kit.lender.files == {}
 
     run(test)
 
@@ -239,7 +268,7 @@ def test_held_object_outlives_its_eviction_and_is_taken_back_after_the_hold(kit:
             assert part is not None
             assert part.lent is not None
             tier._evict(tier._index.get(content.key))  # type: ignore[arg-type]  # without waiting for the space
-            await until(lambda: kit.objects() == [])
+            await kit.gone(tier)
             assert kit.lender.read(part) == content.block(2)
             assert tier.statistics().used_bytes > 0
             await tier.failed(part.lent, 0, 5)  # nobody's any more: nothing happens
@@ -395,7 +424,7 @@ def test_bad_block_costs_a_handed_out_object_all_of_it_and_the_file_is_never_wri
                 assert not tier.resident(content.key, 0)
                 before = bytes(mapped)
                 assert content.offer(tier, 1) is not Offer.ACCEPTED  # its name is not free yet
-                await until(lambda: kit.objects() == [])
+                await kit.gone(tier)
                 assert await content.fill(tier) == 3
                 assert await content.hits(tier) == 3
                 assert bytes(mapped) == before
@@ -576,7 +605,7 @@ def test_handed_out_object_that_is_found_incomplete_is_not_completed_in_place(ki
             residency.remove_blocks(content.key, [1])
         async with running(kit.tier()) as tier:
             assert content.offer(tier, 1) is Offer.BYPASSED
-            await until(lambda: kit.objects() == [])
+            await kit.gone(tier)
             assert await content.fill(tier) == 3
 
     run(test)

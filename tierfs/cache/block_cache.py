@@ -273,7 +273,7 @@ class BlockCache:
             return self._place((key, span.block), found, span)
         tier = self._nearest(key, span.block)
         if tier is not None and (tier.mapped or not sequential):
-            part = await self._locate(tier, key, span)
+            part = tier.locate_nowait(key, span) or await self._locate(tier, key, span)
             if part is not None:
                 return part
             key = self.key(file.version)  # look again: it may have become known, and loaded, meanwhile

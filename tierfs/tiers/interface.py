@@ -237,6 +237,9 @@ class LocalTier(Protocol):
     def unpin(self, key: ObjectKey) -> None:
         """The counterpart of pin."""
 
+    def locate_nowait(self, key: ObjectKey, span: Span) -> Part | None:
+        """As locate, if the object is open and lent already; never waits."""
+
     async def locate(self, key: ObjectKey, span: Span) -> Part | None:
         """Where the span lies, from a block already verified; None: not here, not verified, or nobody to lend it to.
 

@@ -50,6 +50,22 @@ class Lending:
         self._statistics = statistics
         self._under_way: dict[OpenObject, trio.Event] = {}
 
+    def locate_nowait(self, entry: Entry, span: Span) -> Part | None:
+        """LocalTier.locate_nowait."""
+        if self._descriptors.lender is None or not self._reader.usable(entry, span):
+            return None
+        opened = self._descriptors.borrow(entry)
+        part = None
+        try:
+            if opened is not None:
+                part = self._place(entry, opened, span)
+        except OSError:
+            pass  # the waiting one meets it again, and deals with it
+        finally:
+            if opened is not None and part is None:
+                self._descriptors.give_back(opened)
+        return part
+
     async def locate(self, entry: Entry, span: Span) -> Part | None:
         """LocalTier.locate."""
         if self._descriptors.lender is None or not self._reader.usable(entry, span):
@@ -57,23 +73,31 @@ class Lending:
         opened = await self._reader.open(entry)
         if opened is None:
             return None
-        kept = False
+        part = None
         try:
-            lent = opened.lent or await self._lend(opened)
-            # Looked at last, with no checkpoint between here and the caller.
-            if lent is None or not self._reader.untouched(entry, opened) or not self._reader.usable(entry, span):
-                return None
-            if span.start_bytes == 0:
-                self._statistics.hit_blocks += 1
-            kept = True
-            offset_bytes = span.block * entry.block_bytes + span.start_bytes
-            return Part(lent, offset_bytes, span.length_bytes, ObjectHold(self._descriptors, opened))
+            if opened.lent is None:
+                await self._lend(opened)
+            part = self._place(entry, opened, span)
+            return part
         except OSError as error:
             await self._reader.failed(entry, span.block, error)
             return None
         finally:
-            if not kept:
+            if part is None:
                 self._descriptors.give_back(opened)
+
+    def _place(self, entry: Entry, opened: OpenObject, span: Span) -> Part | None:
+        """The place of a span in an object that is open, and stays so. No checkpoint between here and the caller.
+
+        Raises OSError.
+        """
+        lent = opened.lent
+        if lent is None or not self._reader.untouched(entry, opened) or not self._reader.usable(entry, span):
+            return None
+        if span.start_bytes == 0:
+            self._statistics.hit_blocks += 1
+        offset_bytes = span.block * entry.block_bytes + span.start_bytes
+        return Part(lent, offset_bytes, span.length_bytes, ObjectHold(self._descriptors, opened))
 
     async def whole(self, entry: Entry) -> LentFile | None:
         """LocalTier.whole. Of those that are all here and not handed out all the same, the reasons are counted."""

@@ -279,6 +279,11 @@ class DirectoryTier:
         """See LocalTier."""
         self._placement.unpin(self._index.canonical(key))
 
+    def locate_nowait(self, key: ObjectKey, span: Span) -> Part | None:
+        """See LocalTier."""
+        entry = self._index.get(key)
+        return self._lending.locate_nowait(entry, span) if self._running and entry is not None else None
+
     async def locate(self, key: ObjectKey, span: Span) -> Part | None:
         """See LocalTier."""
         entry = self._index.get(key)
