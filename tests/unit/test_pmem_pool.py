@@ -174,6 +174,21 @@ def test_what_was_left_open_is_rolled_back_by_the_next_transaction_which_is_refu
     again.close()
 
 
+def test_what_an_interrupt_left_open_inside_goes_with_the_outer_one(pool: Pool) -> None:
+    with pytest.raises(KeyboardInterrupt), pool.transaction() as outer:
+        outer.write(0, b"a")
+        inner = outer.nested()
+        inner.__enter__().write(1, b"b")
+        raise KeyboardInterrupt  # where the inner one has not been left yet
+    assert pool.read(0, 2) == bytes(2)
+    with refused(errno.EINVAL), pool.transaction() as outer:
+        outer.nested().__enter__().write(1, b"b")
+    assert pool.read(0, 2) == bytes(2)
+    with pool.transaction() as outer:
+        outer.write(0, b"ok")
+    assert pool.read(0, 2) == b"ok"
+
+
 def test_transaction_that_is_over_or_not_the_innermost_one_is_refused(pool: Pool) -> None:
     with pool.transaction() as outer, outer.nested() as inner:
         inner.write(0, b"x")
@@ -203,9 +218,12 @@ for number in range(1, 1500):
     try:
         signal.setitimer(signal.ITIMER_REAL, 1e-6 + point.random() * 150e-6)
         try:
-            with pool.transaction() as transaction:
-                for offset in range(0, 1024, 64):
-                    transaction.write(offset, data)
+            with pool.transaction() as outer:
+                for offset in range(0, 512, 64):
+                    outer.write(offset, data)
+                with outer.nested() as inner:
+                    for offset in range(512, 1024, 64):
+                        inner.write(offset, data)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
     except (KeyboardInterrupt, PmemError) as error:

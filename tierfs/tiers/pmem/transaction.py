@@ -105,14 +105,25 @@ class Transaction:
             raise self._library.pool_error("the commit failed", self._pool.name)
 
     def _roll_back(self) -> None:
-        """End it, whatever its stage: one that is not committed is aborted."""
-        if _this_thread.innermost is self:
-            stage = self._library.pmemobj_tx_stage()
-            if stage == _STAGE_WORK:
-                self._library.pmemobj_tx_abort(errno.ECANCELED)
-            if stage != _STAGE_NONE:
-                self._library.pmemobj_tx_end()
-            _this_thread.innermost = self._outer
+        """End it, and what an interrupt has left open inside it."""
+        while self._is_open():
+            assert _this_thread.innermost is not None
+            _this_thread.innermost._end()
+
+    def _is_open(self) -> bool:
+        inner = _this_thread.innermost
+        while inner is not None and inner is not self:
+            inner = inner._outer
+        return inner is self
+
+    def _end(self) -> None:
+        """End the innermost one, whatever its stage: one that is not committed is aborted."""
+        stage = self._library.pmemobj_tx_stage()
+        if stage == _STAGE_WORK:
+            self._library.pmemobj_tx_abort(errno.ECANCELED)
+        if stage != _STAGE_NONE:
+            self._library.pmemobj_tx_end()
+        _this_thread.innermost = self._outer
 
     def _check(self, what: str) -> None:
         if self._thread != threading.get_ident():
@@ -126,4 +137,4 @@ class Transaction:
 def roll_back_this_thread(library: Library) -> None:
     """Roll back whatever is open in this thread: what an interrupt left behind."""
     while _this_thread.innermost is not None:
-        _this_thread.innermost._roll_back()
+        _this_thread.innermost._end()
