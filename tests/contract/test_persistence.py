@@ -167,6 +167,29 @@ def test_what_finds_no_slot_in_the_pool_makes_colder_objects_give_way(
     run(test)
 
 
+@pytest.mark.slow
+def test_ten_thousand_promotions_and_evictions_leave_pool_and_directory_as_they_were(folder: Path) -> None:
+    def sizes() -> dict[str, int]:
+        return {path.name: path.stat().st_blocks for path in folder.iterdir() if path.is_file()}
+
+    async def test() -> None:
+        stays = Content(0, 2 * BLOCK)
+        async with running(hot(folder)) as tier:
+            await stays.fill(tier)
+            before = sizes()
+            for number in range(1, 10_001):
+                content = Content(number, 4096, model=str(number % 100))
+                assert await content.fill(tier) == 1
+                assert await tier.evict(content.key) == 4096
+            assert sizes() == before
+            assert len(object_files(folder)) == tier.statistics().objects == 1
+            assert tier.statistics().used_bytes == 2 * BLOCK
+        async with running(hot(folder)) as tier:
+            assert await stays.hits(tier) == 2
+
+    run(test, seconds=110)
+
+
 def fill_for_ever(folder: Path, seed: int, tell: Callable[[bytes], object]) -> None:
     point = random.Random(seed)
 

@@ -25,7 +25,28 @@ class Bits:
         self.table = table
         self.marks = marks
         self.data = bytearray(pool.read(table.bits_offset, table.bits_bytes))
-        self.free = [] if marks else [number for number in range(table.count) if number not in self]
+        used_bytes = len(self.data.rstrip(b"\0"))
+        # A large table is mostly one free end: only the gaps before it are listed.
+        self._end = min(table.count, used_bytes * 8)
+        self._gaps = [] if marks else [number for number in range(self._end) if number not in self]
+
+    @property
+    def free(self) -> int:
+        """How many slots are free."""
+        return len(self._gaps) + self.table.count - self._end
+
+    def pop(self) -> int | None:
+        """The lowest free slot, which is not free from now on; None when there is none."""
+        if self._gaps:
+            return heapq.heappop(self._gaps)
+        if self._end == self.table.count:
+            return None
+        self._end += 1
+        return self._end - 1
+
+    def push(self, number: int) -> None:
+        """That slot is free again."""
+        heapq.heappush(self._gaps, number)
 
     def __contains__(self, number: int) -> bool:
         return bool(self.data[number >> 3] >> (number & 7) & 1)
@@ -54,11 +75,10 @@ class Change:
 
     def take(self, bits: Bits) -> int | None:
         """A free slot, in use from the end of this change on; None when there is none."""
-        if not bits.free:
-            return None
-        number = heapq.heappop(bits.free)
-        self._taken.append((bits, number))
-        self._bits.setdefault(bits, {})[number] = True
+        number = bits.pop()
+        if number is not None:
+            self._taken.append((bits, number))
+            self._bits.setdefault(bits, {})[number] = True
         return number
 
     def fill(self, offset_bytes: int, data: bytes) -> None:
@@ -91,7 +111,7 @@ class Change:
         finally:
             if not done:
                 for bits, number in self._taken:
-                    heapq.heappush(bits.free, number)
+                    bits.push(number)
 
     def _make(self) -> None:
         for offset_bytes, data in _joined(self._filled):
@@ -111,7 +131,7 @@ class Change:
                 bits.data[line * _LINE_BYTES : (line + 1) * _LINE_BYTES] = after
             for number, to in self._bits[bits].items():
                 if not to and not bits.marks:
-                    heapq.heappush(bits.free, number)
+                    bits.push(number)
 
 
 def _changed_lines(bits: Bits, numbers: dict[int, bool]) -> dict[int, bytes]:

@@ -343,7 +343,7 @@ class PoolResidency:
             for one in objects:
                 assert one.name not in staged
                 before = self._objects.get(one.name)
-                if len(self._record_bits.free) < len(one.blocks) or (before is None and not self._object_bits.free):
+                if self._record_bits.free < len(one.blocks) or (before is None and not self._object_bits.free):
                     refused.add(one.name)
                     continue
                 after = staged[one.name] = self._stage(change, one, before)
