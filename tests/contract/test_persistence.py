@@ -15,7 +15,7 @@ import pytest
 import trio
 
 from tests.local_tiers import BLOCK, Content, object_files, run, running, until
-from tests.pmem_pools import killed_at_a_random_point, persistent_folder
+from tests.pmem_pools import killed_at_a_random_point, needs_library, persistent_folder
 from tierfs.blocks.spans import Span
 from tierfs.tiers import pool_layout
 from tierfs.tiers.interface import Offer
@@ -116,6 +116,32 @@ def test_without_the_library_a_database_is_used_and_the_reason_is_told(folder: P
     assert (kind, medium) == ("sqlite", "tmpfs (volatile)")
     assert "install the packages libpmemobj1" in reason
     assert (folder / "residency.db").exists()
+
+
+def test_directory_too_full_for_a_pool_keeps_its_objects(tmp_path: Path) -> None:
+    needs_library()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(tmp_path)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("a tmpfs cannot be mounted here")
+    grow = ["mount", "-o", "remount,size=64m", str(tmp_path)]
+
+    async def test() -> None:
+        content = Content(1, 3 * BLOCK)
+        async with running(hot(tmp_path / "tier", pool=False)) as tier:
+            await content.fill(tier)
+        async with running(hot(tmp_path / "tier")) as tier:
+            assert tier.statistics().residency == "sqlite"
+            assert "no space for a pool" in tier.statistics().residency_reason
+            assert await content.hits(tier) == 3
+        await trio.run_process(grow)
+        async with running(hot(tmp_path / "tier")) as tier:
+            assert tier.statistics().residency == "libpmemobj pool"
+            assert await content.hits(tier) == 3
+
+    try:
+        run(test)
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
 @pytest.mark.parametrize(

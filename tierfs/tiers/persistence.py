@@ -2,7 +2,7 @@
 
     not mapped (warm)                    SQLite beside the objects (residency.py)
     mapped, on a DAX file system         a libpmemobj pool beside the objects (pool_residency.py);
-                                         SQLite where libpmemobj is not installed
+                                         SQLite where libpmemobj is not installed or a new pool finds no space
     mapped, on a tmpfs                   nowhere: the objects end with the memory
     mapped, on any other file system     SQLite
 
@@ -11,6 +11,7 @@ removes it, so that nothing stale is ever believed later.
 """
 
 import contextlib
+import errno
 import logging
 import os
 from collections.abc import Collection, Iterable, Sequence
@@ -99,9 +100,14 @@ def open_persistence(
         stored = pool.open()
         if (root / _DATABASE).exists():
             stored = _take_over_database(root / _DATABASE, boot, pool, stored)
-    except BaseException:
+    except BaseException as error:
         pool.close(clean=False)
-        raise
+        if not isinstance(error, OSError) or error.errno != errno.ENOSPC or (root / _POOL).exists():
+            raise
+        # A directory that was full before it got a pool: its objects are worth more than the pool.
+        reason = f"no space for a pool: {error.strerror}"
+        _log.warning("residency_not_in_a_pool path=%s reason=%r", root, reason)
+        return _open_database(root, boot, told, reason)
     return Persistence(pool, stored, told, "libpmemobj pool")
 
 
