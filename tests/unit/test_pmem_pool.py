@@ -205,25 +205,33 @@ def test_transaction_that_is_over_or_not_the_innermost_one_is_refused(pool: Pool
 
 
 _INTERRUPTED = """
-import random, signal, sys
+import random, signal, sys, time
 from pathlib import Path
 from tierfs.tiers.pmem.library import PmemError
 from tierfs.tiers.pmem.pool import Pool
 
 point = random.Random(int(sys.argv[2]))
 pool = Pool.open(Path(sys.argv[1]), "test")
+
+def change(data):
+    with pool.transaction() as outer:
+        for offset in range(0, 512, 64):
+            outer.write(offset, data)
+        with outer.nested() as inner:
+            for offset in range(512, 1024, 64):
+                inner.write(offset, data)
+
+started_s = time.perf_counter()
+for _ in range(100):
+    change(bytes(4))
+usual_s = (time.perf_counter() - started_s) / 100
 counts = {"rolled back": 0, "committed": 0}
 for number in range(1, 1500):
     data = number.to_bytes(4, "little")
     try:
-        signal.setitimer(signal.ITIMER_REAL, 1e-6 + point.random() * 150e-6)
+        signal.setitimer(signal.ITIMER_REAL, 1e-6 + point.random() * 2 * usual_s)
         try:
-            with pool.transaction() as outer:
-                for offset in range(0, 512, 64):
-                    outer.write(offset, data)
-                with outer.nested() as inner:
-                    for offset in range(512, 1024, 64):
-                        inner.write(offset, data)
+            change(data)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
     except (KeyboardInterrupt, PmemError) as error:
