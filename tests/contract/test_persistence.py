@@ -18,10 +18,12 @@ from tests.local_tiers import BLOCK, Content, object_files, run, running, until
 from tests.pmem_pools import killed_at_a_random_point, needs_library, persistent_folder
 from tierfs.blocks.spans import Span
 from tierfs.tiers import pool_layout
+from tierfs.tiers.device import Device
 from tierfs.tiers.interface import Offer
 from tierfs.tiers.local import DirectoryTier
 from tierfs.tiers.objects import allocated_bytes
 from tierfs.tiers.persistence import open_persistence
+from tierfs.tiers.pmem.library import PmemError
 
 ROOT = Path(__file__).parents[2]
 
@@ -165,6 +167,20 @@ def test_nothing_pretends_to_be_persistent_memory(
     assert [path.name for path in tmp_path.iterdir()] == ([] if kind == "none" else ["residency.db"])
 
 
+def test_eviction_that_the_pool_cannot_record_leaves_the_file(folder: Path) -> None:
+    device = Device(folder, mapped=True, probe_s=1.0, block_bytes=BLOCK, capacity_bytes=None, residency="pool")
+    device.open()
+    content = Content(1, BLOCK)
+    device.store.open_object(content.key, BLOCK, create=True).close()
+    residency = device.residency()
+    assert residency is not None
+    residency.close(clean=False)
+    with pytest.raises(PmemError):
+        device.remove([content.key])
+    assert len(object_files(folder)) == 1
+    device.close(False)
+
+
 def test_what_finds_no_slot_in_the_pool_makes_colder_objects_give_way(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,7 +189,7 @@ def test_what_finds_no_slot_in_the_pool_makes_colder_objects_give_way(
     async def test() -> None:
         now_s = [1e9]
         old = [Content(seed, BLOCK, model=str(seed)) for seed in range(4)]
-        new = Content(9, 2 * BLOCK, model="new")
+        new = Content(9, BLOCK, model="new")
         async with running(hot(folder, clock=lambda: now_s[0], capacity_bytes=8 << 20)) as tier:
             for content in old:
                 await content.fill(tier)
@@ -182,13 +198,13 @@ def test_what_finds_no_slot_in_the_pool_makes_colder_objects_give_way(
             await new.fill(tier)
             statistics = tier.statistics()
             assert statistics.state == "ok"
-            assert (statistics.bypassed_blocks, statistics.evicted_blocks) == (2, 1)
+            assert (statistics.bypassed_blocks, statistics.evicted_blocks) == (1, 1)
             await until(lambda: tier.statistics().objects == 3 == len(object_files(folder)))
             await new.fill(tier)
-            assert await new.hits(tier) == 2
+            assert await new.hits(tier) == 1
             assert [await content.hits(tier) for content in old] == [0, 1, 1, 1]  # the coldest went
         async with running(hot(folder, capacity_bytes=8 << 20)) as tier:
-            assert await new.hits(tier) == 2
+            assert await new.hits(tier) == 1
 
     run(test)
 
