@@ -237,7 +237,6 @@ def fill_for_ever(folder: Path, seed: int, tell: Callable[[bytes], object]) -> N
 
     async def fill() -> None:
         async with running(hot(folder, capacity_bytes=40 * BLOCK)) as tier:
-            tell(b"s")
             while True:
                 content = Content(point.randrange(12), 6 * BLOCK + 99, model=str(point.randrange(12)))
                 tier.touch(content.key)
@@ -245,6 +244,7 @@ def fill_for_ever(folder: Path, seed: int, tell: Callable[[bytes], object]) -> N
                     content.offer(tier, number)
                 if point.random() < 0.7:
                     await tier.flush()
+                    tell(b"f")
                 if point.random() < 0.3:
                     await tier.evict(content.key)
 

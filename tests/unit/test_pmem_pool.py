@@ -264,7 +264,6 @@ def test_interrupts_at_random_points_leave_all_or_nothing(folder: Path, pool: Po
 def count_for_ever(path: Path, tell: Callable[[bytes], object]) -> None:
     pool = Pool.open(path, LAYOUT)
     number = int.from_bytes(pool.read(0, 4), "little")
-    tell(b"s")
     while True:
         number += 1
         data = number.to_bytes(4, "little")
@@ -282,7 +281,7 @@ def test_kill_at_random_points_leaves_a_whole_pool(folder: Path, pool: Pool, kil
     point = random.Random(seed)
     seen = 0
     for _ in range(kills):
-        told = killed_at_a_random_point(partial(count_for_ever, folder / "p"), point, 0.01)[1:]
+        told = killed_at_a_random_point(partial(count_for_ever, folder / "p"), point, 0.01)
         told = told[: len(told) // 4 * 4]
         assert check(folder / "p", LAYOUT)
         again = Pool.open(folder / "p", LAYOUT)
@@ -293,7 +292,7 @@ def test_kill_at_random_points_leaves_a_whole_pool(folder: Path, pool: Pool, kil
         committed = int.from_bytes(told[-4:], "little") if told else seen
         assert committed <= number <= committed + 1, "what was committed is there, and nothing else"
         seen = number
-    assert seen > kills
+    assert seen >= kills
 
 
 def test_pool_of_another_layout_is_refused(folder: Path, pool: Pool) -> None:
