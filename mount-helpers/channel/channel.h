@@ -20,7 +20,9 @@
 #define REPLY_BYTES_MAX 262144
 #define DIRECTORY_BYTES_MAX 65536 /* of one READDIR: its reply must fit the socket */
 #define CLONES_MAX 16
+#define GROUPS_MAX 256
 #define COPY_S 30.0         /* a tier that has not given its bytes by then never will: EIO */
+#define GIVEN_UP_MAX 32     /* READs remembered as deadly */
 #define READ_FAILURES_MAX 8 /* of one request; then its reader gets EIO */
 
 enum counter {
@@ -29,7 +31,7 @@ enum counter {
     COUNT_IGNORED_INTERRUPTS, COUNT_COPIED_BYTES, COUNT_FAILED_COPIES, COUNT_LATE_REPLIES, COUNT_PENDING,
     COUNT_PENDING_MAX, COUNT_REFUSED_REQUESTS, COUNT_REFUSED_NOTIFICATIONS, COUNT_BAD_MESSAGES,
     COUNT_PASSTHROUGH_INODES, COUNT_MAX_PAGES, COUNT_MAX_BACKGROUND, COUNT_CONGESTION, COUNT_PASSTHROUGH,
-    COUNT_READ_AHEAD, COUNT_QUEUED, COUNTERS = 256,
+    COUNT_READ_AHEAD, COUNT_QUEUED, COUNT_GIVEN_UP, COUNTERS = 256,
 };
 
 enum request_state {
@@ -43,14 +45,22 @@ struct request {
     struct request *next, **previous;      /* in order of arrival */
     struct request *chain;                 /* of its bucket */
     uint64_t unique, nodeid;
+    uint64_t offset; /* of a READ */
     uint32_t opcode, length, pid, asked, open_flags;
     int clone;
     enum request_state state;
     bool answered;    /* the kernel has its reply; what still comes from the daemon is dropped */
     bool interrupted; /* a signal came; fatal or not is looked at again and again */
     unsigned failures;
-    double copying_since_s;
+    unsigned deaths; /* of daemons that had it */
+    double copying_since_s, sent_s;
     unsigned char bytes[];
+};
+
+/* A READ that is not tried again for a while. */
+struct given_up {
+    uint64_t nodeid, offset, length;
+    double until_s;
 };
 
 struct inode {
@@ -92,7 +102,8 @@ struct options {
     int fuse_fd, keep_fd;
     bool has_user;
     uid_t uid;
-    gid_t gid;
+    gid_t gid, groups[GROUPS_MAX]; /* the others of the user */
+    unsigned group_count;
     const char *tiers[64];
     unsigned tier_count;
     dev_t tier_devices[64];
@@ -112,7 +123,9 @@ struct channel {
 
     struct request *requests, **requests_end;
     struct request **buckets;
-    unsigned request_count, interrupted_count;
+    unsigned request_count, interrupted_count, suspect_count;
+    struct given_up given_up[GIVEN_UP_MAX];
+    unsigned given_up_next;
     uint64_t early_interrupts[64]; /* of requests another thread has read but not entered yet */
     unsigned early_next;
     struct inode **inodes;
@@ -149,12 +162,19 @@ struct request *request_find(struct channel *c, uint64_t unique);
 void request_remove(struct channel *c, struct request *r);
 void request_send(struct channel *c, struct request *r);
 bool requests_flush(struct channel *c); /* whether some still wait for room in the socket */
-void requests_requeue(struct channel *c);
+void requests_requeue(struct channel *c, bool by_itself);
 void requests_fail_all(struct channel *c, int error);
 void requests_answer_releases(struct channel *c);
 void requests_give_up_copies(struct channel *c, double older_than_s);
 bool request_answer(struct channel *c, struct request *r, int error);
 void request_made_release(struct channel *c, uint64_t nodeid, uint64_t fh);
+
+/* suspects.c: all with the lock held */
+bool suspect_died(struct channel *c, struct request *r);
+bool suspect_held_back(const struct request *r);
+void suspects_send(struct channel *c);
+void suspect_removed(struct channel *c, const struct request *r);
+bool suspect_known(struct channel *c, const struct request *r);
 
 /* inodes.c: all with the lock held */
 void inode_offer(struct channel *c, uint64_t number, uint32_t slot, uint32_t generation);
@@ -169,7 +189,7 @@ void epoch_release(struct epoch *e);
 struct tier_file *file_take(struct epoch *e, uint32_t slot, uint32_t generation);
 void file_give_back(struct tier_file *file);
 void epoch_lease_done(struct epoch *e, uint32_t lease);
-void drop_capabilities(bool may_change_user);
+void drop_capabilities(const struct options *options);
 
 /* incoming.c */
 void *incoming_run(void *argument);

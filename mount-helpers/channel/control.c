@@ -77,7 +77,8 @@ static void hello(struct channel *c, struct epoch *e, uint32_t serial, const uns
     }
     e->hello = true;
     uint32_t numbers[3] = {CHANNEL_VERSION, e->number, c->passthrough_wanted};
-    const char *why = c->passthrough_wanted ? "" : "passthrough needs CAP_SYS_ADMIN: mount as root";
+    const char *why = c->passthrough_wanted ? "" : "passthrough needs CAP_SYS_ADMIN over the machine, not over a user "
+                                                   "namespace: mount as its root";
     send_message(e, CONTROL_WELCOME, serial, numbers, sizeof numbers, why, strlen(why), c->counters_fd);
     acknowledge(e, serial, 0, "");
 }
@@ -131,7 +132,8 @@ static bool acceptable(struct channel *c, int fd, uint64_t size) {
                 return true;
         for (unsigned i = 0; i < c->options.tier_count; i++) { /* made, or mounted, since */
             struct stat tier;
-            c->options.tier_devices[i] = stat(c->options.tiers[i], &tier) ? 0 : tier.st_dev;
+            if (stat(c->options.tiers[i], &tier) == 0) /* else what main.c saw, with more rights, still holds */
+                c->options.tier_devices[i] = tier.st_dev;
         }
     }
     return false;

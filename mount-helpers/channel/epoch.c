@@ -37,25 +37,28 @@ static void set_capabilities(uint64_t keep) {
     syscall(SYS_capset, &header, data);
 }
 
-/* The channel itself: backing files, and starting daemons with less. */
-void drop_capabilities(bool may_change_user) {
-    uint64_t keep = 1ull << CAP_SYS_ADMIN | 1ull << CAP_SETPCAP | 1ull << CAP_KILL;
-    if (may_change_user)
-        keep |= 1ull << CAP_SETUID | 1ull << CAP_SETGID;
-    set_capabilities(keep);
-}
-
-static void become_daemon(const struct options *options) {
+/* The channel keeps what backing files need, and where the daemon has a user, what ends a process of that user and
+ * makes one. No daemon can have more than what is left in the bounding set, which it inherits. */
+void drop_capabilities(const struct options *options) {
     uint64_t keep = 0;
-    for (size_t i = 0; i < sizeof DAEMON_KEEPS / sizeof *DAEMON_KEEPS; i++)
+    for (size_t i = 0; i < sizeof DAEMON_KEEPS / sizeof *DAEMON_KEEPS && !options->has_user; i++)
         keep |= 1ull << DAEMON_KEEPS[i];
     for (int capability = 0; capability <= CAP_LAST_CAP + 8 && capability < 64; capability++)
         if (!(keep >> capability & 1))
             prctl(PR_CAPBSET_DROP, capability, 0, 0, 0);
-    if (options->has_user && (setgroups(0, NULL) || setgid(options->gid) || setuid(options->uid))) {
+    keep = 1ull << CAP_SYS_ADMIN;
+    if (options->has_user)
+        keep |= 1ull << CAP_KILL | 1ull << CAP_SETUID | 1ull << CAP_SETGID;
+    set_capabilities(keep);
+}
+
+static void become_daemon(const struct options *options) {
+    if (options->has_user && (setgroups(options->group_count, options->groups) || setgid(options->gid) || setuid(options->uid))) {
         say("cannot become user %u: %s", (unsigned)options->uid, strerror(errno));
         _exit(1);
     }
+    if (options->has_user)
+        prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0); /* no setuid program gives it what it was denied */
 }
 
 /* Start a daemon. NULL: it could not even be started (errno). */
@@ -103,6 +106,8 @@ struct epoch *epoch_start(struct channel *c, unsigned number) {
         if (getppid() != parent)
             _exit(1);
         execvpe(c->options.daemon[0], c->options.daemon, environment);
+        int error = errno;
+        say("%s cannot be run as user %u: %s", c->options.daemon[0], (unsigned)geteuid(), strerror(error));
         _exit(127);
     }
     free(environment);

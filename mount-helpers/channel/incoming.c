@@ -79,6 +79,10 @@ static void forward(struct channel *c, int clone, const unsigned char *bytes, si
         kernel_reply(c, clone, header.unique, -ENOMEM, NULL, 0);
         return;
     }
+    if (suspect_known(c, r)) {
+        request_answer(c, r, -EIO);
+        return;
+    }
     request_send(c, r);
     for (unsigned i = 0; i < 64; i++)
         if (c->early_interrupts[i] == header.unique) {

@@ -19,6 +19,7 @@
 #include <sys/prctl.h>
 #include <sys/signalfd.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -37,7 +38,8 @@ struct lifetime {
 
 static void usage(const char *problem) {
     say("%s; usage: tierfs-channel --mountpoint DIR [--allow-other] [--read-ahead BYTES] [--max-background N] "
-        "[--restart-grace S] [--threads N] [--tier DIR]... [--user UID:GID] [--fuse-fd N] [--keep-fd N] -- DAEMON...",
+        "[--restart-grace S] [--threads N] [--tier DIR]... [--user UID:GID] [--group GID]... "
+        "[--fuse-fd N] [--keep-fd N] -- DAEMON...",
         problem);
     exit(2);
 }
@@ -55,7 +57,8 @@ static void parse_options(struct options *o, int argc, char **argv) {
     static const struct option names[] = {
         {"mountpoint", 1, NULL, 'm'}, {"allow-other", 0, NULL, 'o'}, {"read-ahead", 1, NULL, 'r'},
         {"max-background", 1, NULL, 'b'}, {"restart-grace", 1, NULL, 'g'}, {"threads", 1, NULL, 'n'},
-        {"tier", 1, NULL, 't'}, {"user", 1, NULL, 'u'}, {"fuse-fd", 1, NULL, 'f'}, {"keep-fd", 1, NULL, 'k'},
+        {"tier", 1, NULL, 't'}, {"user", 1, NULL, 'u'}, {"group", 1, NULL, 'G'},
+        {"fuse-fd", 1, NULL, 'f'}, {"keep-fd", 1, NULL, 'k'},
         {NULL, 0, NULL, 0}};
     *o = (struct options){.read_ahead_bytes = 4 << 20, .max_background = 64, .threads = 2, .restart_grace_s = 60,
                           .fuse_fd = -1, .keep_fd = -1};
@@ -75,6 +78,11 @@ static void parse_options(struct options *o, int argc, char **argv) {
                 usage("too many tiers");
             o->tiers[o->tier_count++] = optarg;
             break;
+        case 'G':
+            if (o->group_count == GROUPS_MAX)
+                usage("too many groups");
+            o->groups[o->group_count++] = (gid_t)number_between(optarg, 0, 0xfffffffel);
+            break;
         case 'u':
             colon = strchr(optarg, ':');
             if (!colon)
@@ -92,10 +100,29 @@ static void parse_options(struct options *o, int argc, char **argv) {
         usage("a mountpoint and the daemon's command are needed");
 }
 
-static bool has_sys_admin(void) {
+/* What the kernel wants for a backing file: the capability over the machine, not over a container's user namespace. */
+static bool may_pass_through(void) {
+    struct stat own;
+    if (stat("/proc/self/ns/user", &own) || own.st_ino != 0xEFFFFFFDu) /* PROC_USER_INIT_INO of the kernel */
+        return false;
     struct __user_cap_header_struct header = {_LINUX_CAPABILITY_VERSION_3, 0};
     struct __user_cap_data_struct data[2] = {0};
     return syscall(SYS_capget, &header, data) == 0 && (data[0].effective >> CAP_SYS_ADMIN & 1);
+}
+
+/* The devices of the tiers, or what they will be made on. Later, a directory of another user may be closed to us. */
+static void find_devices(struct options *o) {
+    for (unsigned i = 0; i < o->tier_count; i++) {
+        struct stat status;
+        char path[4096];
+        snprintf(path, sizeof path, "%s", o->tiers[i]);
+        bool found = stat(path, &status) == 0;
+        for (char *slash; !found && (slash = strrchr(path, '/')) && slash != path;) {
+            *slash = 0;
+            found = stat(path, &status) == 0;
+        }
+        o->tier_devices[i] = found ? status.st_dev : 0;
+    }
 }
 
 int main_mount(struct channel *c, char *why, size_t why_size) {
@@ -170,7 +197,7 @@ static int bury(struct channel *c, struct lifetime *life) {
     shutdown(e->fuse_socket, SHUT_RDWR); /* nothing more comes; what is there is taken off before its end is seen */
     pthread_join(e->drain, NULL);
     pthread_mutex_lock(&c->lock);
-    requests_requeue(c);
+    requests_requeue(c, !c->replacing && !c->stopping);
     inodes_forget_offers(c);
     bool answered = e->first_reply;
     c->epoch = NULL;
@@ -208,6 +235,9 @@ static void take_signals(struct channel *c, struct lifetime *life, int signals) 
                 c->replacing = true;
                 control_stop(c->epoch);
                 life->kill_at_s = now_s() + END_S;
+            } else if (!c->stopping && !c->epoch) {
+                life->start_at_s = 0; /* somebody has put right what ended the last one */
+                life->backoff_s = 0;
             }
             pthread_mutex_unlock(&c->lock);
         } else if (info.ssi_signo != SIGCHLD && !life->told_to_end) {
@@ -337,8 +367,9 @@ int main(int argc, char **argv) {
         say("%s", why);
         return 1;
     }
-    c->passthrough_wanted = has_sys_admin();
-    drop_capabilities(c->options.has_user);
+    c->passthrough_wanted = may_pass_through();
+    find_devices(&c->options);
+    drop_capabilities(&c->options);
     if (copiers_start(c)) {
         say("cannot start threads");
         return 1;

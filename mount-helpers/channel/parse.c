@@ -71,13 +71,16 @@ bool parse_reply(const void *bytes, size_t length, struct fuse_out_header *heade
     return header->error == 0 || length == sizeof *header;
 }
 
-bool parse_read_reply(const void *body, size_t length, uint32_t asked, struct read_header *header,
+bool parse_read_reply(const void *body, size_t length, uint64_t offset, uint32_t asked, struct read_header *header,
                       struct read_part *parts) {
     if (length < sizeof *header)
         return false;
     memcpy(header, body, sizeof *header);
-    if (header->magic != READ_MAGIC || header->version != 1 || header->count > READ_PARTS_MAX ||
-        length != sizeof *header + header->count * sizeof *parts || header->length > asked)
+    if (header->magic != READ_MAGIC || header->version != CHANNEL_VERSION || header->count > READ_PARTS_MAX ||
+        length != sizeof *header + header->count * sizeof *parts)
+        return false;
+    uint64_t left = offset < header->file_bytes ? header->file_bytes - offset : 0;
+    if (header->length != (left < asked ? left : asked))
         return false;
     memcpy(parts, (const char *)body + sizeof *header, header->count * sizeof *parts);
     uint64_t sum = 0;

@@ -21,8 +21,9 @@ enum verdict parse_request(const void *bytes, size_t length, int *error);
 /* Whether these bytes are a reply as a FUSE server writes it. */
 bool parse_reply(const void *bytes, size_t length, struct fuse_out_header *header);
 
-/* A READ reply of the daemon: its parts, at most READ_PARTS_MAX, whose lengths sum to header->length. */
-bool parse_read_reply(const void *body, size_t length, uint32_t asked, struct read_header *header,
+/* A READ reply of the daemon: its parts, at most READ_PARTS_MAX, whose lengths sum to header->length, and that is all of
+ * the file from `offset` on, at most `asked` bytes: the kernel would make zeros of what is missing. */
+bool parse_read_reply(const void *body, size_t length, uint64_t offset, uint32_t asked, struct read_header *header,
                       struct read_part *parts);
 
 /* The lease a reply that is dropped names, or LEASE_NONE. */

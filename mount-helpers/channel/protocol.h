@@ -70,7 +70,7 @@ _Static_assert(sizeof(struct fuse_read_in) == 40, "fuse_read_in");
 
 /* -- with the daemon ---------------------------------------------------------------------------------------------- */
 
-#define CHANNEL_VERSION 1u
+#define CHANNEL_VERSION 2u
 
 enum control_type {
     CONTROL_HELLO = 1, CONTROL_POOL, CONTROL_MOUNT, CONTROL_FILE_ADD, CONTROL_FILE_DROP, CONTROL_OFFER,
@@ -84,9 +84,9 @@ enum control_type {
 #define LEASE_NONE 0xFFFFFFFFu
 #define FILE_SLOTS 4096u
 
-struct read_header { uint32_t magic; uint16_t version, count; uint32_t lease, length; };
+struct read_header { uint32_t magic; uint16_t version, count; uint32_t lease, length; uint64_t file_bytes; };
 struct read_part { uint32_t slot, generation; uint64_t offset; uint32_t length, reserved; };
-_Static_assert(sizeof(struct read_header) == 16, "read_header");
+_Static_assert(sizeof(struct read_header) == 24, "read_header");
 _Static_assert(sizeof(struct read_part) == 24, "read_part");
 
 #endif

@@ -58,15 +58,18 @@ static void taken_over(struct channel *c, struct epoch *e, const unsigned char *
 
 static void begin_copy(struct channel *c, struct epoch *e, struct request *r, const unsigned char *body, size_t length) {
     struct copy *copy = malloc(sizeof *copy);
-    bool good = copy && parse_read_reply(body, length, r->asked, &copy->header, copy->parts);
+    bool good = copy && parse_read_reply(body, length, r->offset, r->asked, &copy->header, copy->parts);
     for (unsigned i = 0; good && i < copy->header.count; i++) {
         const struct read_part *part = &copy->parts[i];
         if (part->slot == SLOT_POOL)
             good = e->pool && part->offset <= e->pool_bytes && part->length <= e->pool_bytes - part->offset;
+        else if (e->files[part->slot].fd >= 0 && e->files[part->slot].generation == part->generation)
+            good = part->offset + part->length <= e->files[part->slot].size;
     }
     if (!good) {
         count(c, COUNT_BAD_MESSAGES, 1);
-        say("a READ reply of the daemon is no list of places: answered EIO");
+        say("a READ reply of the daemon (inode %llu, offset %llu, length %u) does not say where all of it lies: answered EIO",
+            (unsigned long long)r->nodeid, (unsigned long long)r->offset, r->asked);
         epoch_lease_done(e, parse_lease(body, length));
         free(copy);
         r->state = REQUEST_QUEUED; /* nothing is owed any more */

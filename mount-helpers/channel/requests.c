@@ -49,6 +49,7 @@ struct request *request_add(struct channel *c, int clone, const void *bytes, siz
     if (r->opcode == OP_READ) {
         struct fuse_read_in in;
         memcpy(&in, r->bytes + sizeof header, sizeof in);
+        r->offset = in.offset;
         r->asked = in.size;
         unsigned size = 0;
         while (size < 15 && in.size > 4096u << size)
@@ -92,6 +93,7 @@ void request_remove(struct channel *c, struct request *r) {
         c->requests_end = r->previous;
     c->request_count--;
     c->interrupted_count -= r->interrupted;
+    suspect_removed(c, r);
     set_counter(c, COUNT_PENDING, c->request_count);
     free(r);
 }
@@ -107,6 +109,8 @@ void request_send(struct channel *c, struct request *r) {
     }
     if (send(e->fuse_socket, r->bytes, r->length, MSG_DONTWAIT | MSG_NOSIGNAL) == (ssize_t)r->length) {
         r->state = REQUEST_SENT;
+        if (r->deaths)
+            r->sent_s = now_s();
         return;
     }
     if (errno == EAGAIN || errno == ENOBUFS || errno == ENOMEM) {
@@ -119,23 +123,25 @@ bool requests_flush(struct channel *c) {
     if (!c->epoch || !c->epoch->asked || c->replacing || c->stopping)
         return false;
     for (struct request *r = c->requests; r; r = r->next)
-        if (r->state == REQUEST_QUEUED) {
+        if (r->state == REQUEST_QUEUED && !suspect_held_back(r)) {
             request_send(c, r);
             if (r->state == REQUEST_QUEUED)
                 return c->epoch->ready;
         }
+    suspects_send(c);
     return false;
 }
 
-/* The daemon is dead: what it had not answered goes to the next one; what nobody waits for any more goes. */
-void requests_requeue(struct channel *c) {
+/* The daemon is dead: what it had not answered goes to the next one; what nobody waits for any more goes.
+ * `by_itself`: nobody had told it to end. */
+void requests_requeue(struct channel *c, bool by_itself) {
     for (struct request *r = c->requests, *next; r; r = next) {
         next = r->next;
         if (r->state == REQUEST_COPYING)
             continue;
         if (r->answered) {
             request_remove(c, r);
-        } else if (r->state != REQUEST_QUEUED) {
+        } else if (r->state != REQUEST_QUEUED && !(by_itself && suspect_died(c, r))) {
             r->state = REQUEST_QUEUED;
             count(c, COUNT_REPLAYS, 1);
         }

@@ -8,6 +8,8 @@
 
 #include "parse.h"
 
+#define BEFORE 12 /* what was asked for: u32 length, u64 offset; then the daemon's message */
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
@@ -16,23 +18,27 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     struct read_header header;
     struct read_part parts[READ_PARTS_MAX];
     uint32_t asked = 0, type = 0;
+    uint64_t offset = 0;
     enum verdict verdict = parse_request(data, size, &error);
     if (verdict == VERDICT_ANSWER && error > 0)
         abort();
     if (parse_reply(data, size, &reply) && reply.error > 0)
         abort();
-    if (size >= 8) {
+    if (size >= BEFORE + 4) {
         memcpy(&asked, data, 4);
-        memcpy(&type, data + 4, 4);
-        if (parse_read_reply(data + 4, size - 4, asked, &header, parts)) {
+        memcpy(&offset, data + 4, 8);
+        memcpy(&type, data + BEFORE, 4);
+        const uint8_t *body = data + BEFORE;
+        size -= BEFORE;
+        if (parse_read_reply(body, size, offset, asked, &header, parts)) {
             uint64_t sum = 0;
             for (unsigned i = 0; i < header.count; i++)
                 sum += parts[i].length;
-            if (sum != header.length || sum > asked || header.count > READ_PARTS_MAX)
+            if (sum != header.length || sum > asked || (sum < asked && sum > 0 && offset + sum != header.file_bytes) || header.count > READ_PARTS_MAX)
                 abort();
         }
-        (void)parse_lease(data + 4, size - 4);
-        (void)parse_control(type, size - 8, (int)(size % 4));
+        (void)parse_lease(body, size);
+        (void)parse_control(type, size - 4, (int)(size % 4));
     }
     return 0;
 }
@@ -55,15 +61,19 @@ static size_t well_formed(uint8_t *out) {
         memcpy(out, &header, sizeof header);
         return length;
     }
-    struct read_header header = {READ_MAGIC, 1, (uint16_t)(number() % (READ_PARTS_MAX + 3)), 0, 0};
+    struct read_header header = {READ_MAGIC, CHANNEL_VERSION, (uint16_t)(number() % (READ_PARTS_MAX + 3)), 0, 0, 0};
     for (unsigned i = 0; i < header.count; i++) {
         struct read_part part = {number() % 3 ? number() % FILE_SLOTS : SLOT_POOL, 1, number(), number() % 65536, 0};
         header.length += part.length;
-        memcpy(out + 4 + sizeof header + i * sizeof part, &part, sizeof part);
+        memcpy(out + BEFORE + sizeof header + i * sizeof part, &part, sizeof part);
     }
-    memcpy(out, &header.length, 4);
-    memcpy(out + 4, &header, sizeof header);
-    return 4 + sizeof header + header.count * sizeof(struct read_part);
+    uint64_t offset = number() % 3 * 4096;
+    uint32_t asked = header.length + number() % 2 * 4096; /* in full, or up to the end of the file */
+    header.file_bytes = offset + header.length;
+    memcpy(out, &asked, 4);
+    memcpy(out + 4, &offset, 8);
+    memcpy(out + BEFORE, &header, sizeof header);
+    return BEFORE + sizeof header + header.count * sizeof(struct read_part);
 }
 
 int main(int argc, char **argv) {

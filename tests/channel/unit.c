@@ -120,22 +120,40 @@ static void replies_are_checked(void) {
 
 static void read_replies_must_add_up(void) {
     struct { struct read_header header; struct read_part parts[2]; } reply = {
-        {READ_MAGIC, 1, 2, 3, 8192}, {{SLOT_POOL, 0, 0, 4096, 0}, {5, 1, 4096, 4096, 0}}};
+        {READ_MAGIC, CHANNEL_VERSION, 2, 3, 8192, 1 << 20}, {{SLOT_POOL, 0, 0, 4096, 0}, {5, 1, 4096, 4096, 0}}};
     struct read_header header;
     struct read_part parts[READ_PARTS_MAX];
-    CHECK(parse_read_reply(&reply, sizeof reply, 8192, &header, parts) && header.count == 2);
-    CHECK(!parse_read_reply(&reply, sizeof reply, 8191, &header, parts));
-    CHECK(!parse_read_reply(&reply, sizeof reply - 1, 8192, &header, parts));
+    CHECK(parse_read_reply(&reply, sizeof reply, 4096, 8192, &header, parts) && header.count == 2);
+    CHECK(!parse_read_reply(&reply, sizeof reply, 4096, 8191, &header, parts));
+    CHECK(!parse_read_reply(&reply, sizeof reply - 1, 4096, 8192, &header, parts));
     reply.header.length = 8191;
-    CHECK(!parse_read_reply(&reply, sizeof reply, 8192, &header, parts));
+    CHECK(!parse_read_reply(&reply, sizeof reply, 4096, 8192, &header, parts));
     reply.header.length = 8192;
     reply.parts[1].slot = FILE_SLOTS;
-    CHECK(!parse_read_reply(&reply, sizeof reply, 8192, &header, parts));
+    CHECK(!parse_read_reply(&reply, sizeof reply, 4096, 8192, &header, parts));
     reply.parts[1].slot = 5;
     reply.parts[1].offset = UINT64_MAX - 10;
-    CHECK(!parse_read_reply(&reply, sizeof reply, 8192, &header, parts));
+    CHECK(!parse_read_reply(&reply, sizeof reply, 4096, 8192, &header, parts));
     CHECK(parse_lease(&reply, sizeof reply) == 3);
     CHECK(parse_lease(&reply, 8) == LEASE_NONE);
+}
+
+static void a_list_is_all_that_was_asked_for_up_to_the_end(void) {
+    struct { struct read_header header; struct read_part part; } reply = {
+        {READ_MAGIC, CHANNEL_VERSION, 1, 3, 4096, 12288}, {SLOT_POOL, 0, 0, 4096, 0}};
+    struct read_header header;
+    struct read_part parts[READ_PARTS_MAX];
+    CHECK(parse_read_reply(&reply, sizeof reply, 4096, 4096, &header, parts));
+    CHECK(parse_read_reply(&reply, sizeof reply, 8192, 65536, &header, parts)); /* the tail of the file */
+    CHECK(!parse_read_reply(&reply, sizeof reply, 4096, 8192, &header, parts)); /* 4096 bytes would become zeros */
+    CHECK(!parse_read_reply(&reply, sizeof reply, 8193, 65536, &header, parts)); /* more than there is */
+    CHECK(!parse_read_reply(&reply, sizeof reply, 12288, 4096, &header, parts));
+    CHECK(!parse_read_reply(&reply, sizeof reply, UINT64_MAX, 4096, &header, parts));
+    reply.header.count = 0;
+    reply.header.length = 0;
+    CHECK(!parse_read_reply(&reply, sizeof reply.header, 12287, 4096, &header, parts));
+    CHECK(parse_read_reply(&reply, sizeof reply.header, 12288, 4096, &header, parts));
+    CHECK(parse_read_reply(&reply, sizeof reply.header, UINT64_MAX, 4096, &header, parts));
 }
 
 /* -- requests */
@@ -149,7 +167,7 @@ static void requests_are_sent_kept_and_replayed(void) {
     request_send(&c, request_add(&c, 0, &message, sizeof message));
     CHECK(recv(sockets[1], &got, sizeof got, 0) == sizeof got && got.header.unique == 2);
     CHECK(request_find(&c, 2)->state == REQUEST_SENT);
-    requests_requeue(&c);
+    requests_requeue(&c, true);
     CHECK(request_find(&c, 2)->state == REQUEST_QUEUED && counters[COUNT_REPLAYS] == 1);
     CHECK(!requests_flush(&c));
     CHECK(recv(sockets[1], &got, sizeof got, MSG_DONTWAIT) == sizeof got && got.header.unique == 2);
@@ -218,8 +236,103 @@ static void a_killed_reader_is_answered_and_its_request_stays_until_the_daemon_r
     request_send(&c, r);
     CHECK(!request_answer(&c, r, -EINTR) && answered_unique == 2 && answered_error == -EINTR);
     CHECK(request_find(&c, 2) == r);
-    requests_requeue(&c); /* the daemon died: nobody waits for it, so nobody gets it again */
+    requests_requeue(&c, true); /* the daemon died: nobody waits for it, so nobody gets it again */
     CHECK(!request_find(&c, 2));
+    clear(&c, &e, sockets);
+}
+
+/* What the daemon at the other end has got, at most `limit` of it. */
+static unsigned received(int socket, uint64_t *uniques, unsigned limit) {
+    struct message message;
+    unsigned number = 0;
+    while (number < limit && recv(socket, &message, sizeof message, MSG_DONTWAIT) == sizeof message)
+        uniques[number++] = message.header.unique;
+    return number;
+}
+
+static void a_request_that_kills_daemons_is_given_up_and_no_other(void) {
+    struct channel c;
+    struct epoch e;
+    int sockets[2];
+    prepare(&c, &e, sockets);
+    const uint64_t deadly = 20;
+    for (uint64_t unique = 2; unique <= 42; unique += 2) {
+        struct message message = message_of(OP_READ, unique, 9);
+        message.read.offset = unique << 20;
+        CHECK(request_add(&c, 0, &message, sizeof message));
+    }
+    unsigned deaths = 0, answered = 0;
+    while (c.request_count) {
+        (void)requests_flush(&c);
+        uint64_t uniques[64];
+        unsigned number = received(sockets[1], uniques, 64);
+        CHECK(number > 0);
+        bool died = false;
+        for (unsigned i = 0; i < number; i++)
+            died |= uniques[i] == deadly;
+        if (died) { /* before it has answered anything */
+            deaths++;
+            requests_requeue(&c, true);
+            continue;
+        }
+        for (unsigned i = 0; i < number; i++, answered++)
+            request_remove(&c, request_find(&c, uniques[i]));
+    }
+    CHECK(deaths == 5 && answered == 20 && counters[COUNT_GIVEN_UP] == 1);
+    CHECK(answered_unique == deadly && answered_error == -EIO && c.suspect_count == 0);
+    struct message again = message_of(OP_READ, 100, 9);
+    again.read.offset = (deadly << 20) + 4096;
+    again.read.size = 4096;
+    CHECK(suspect_known(&c, request_add(&c, 0, &again, sizeof again)));
+    again.header.unique = 102;
+    again.header.nodeid = 10;
+    CHECK(!suspect_known(&c, request_add(&c, 0, &again, sizeof again)));
+    again.header.unique = 104;
+    again.header.nodeid = 9;
+    again.read.offset = (deadly + 1) << 20;
+    CHECK(!suspect_known(&c, request_add(&c, 0, &again, sizeof again)));
+    clear(&c, &e, sockets);
+}
+
+static void suspects_wait_for_each_other_but_not_for_ever(void) {
+    struct channel c;
+    struct epoch e;
+    int sockets[2];
+    prepare(&c, &e, sockets);
+    struct message message = message_of(OP_READ, 2, 9);
+    CHECK(request_add(&c, 0, &message, sizeof message));
+    message.header.unique = 4;
+    CHECK(request_add(&c, 0, &message, sizeof message));
+    uint64_t uniques[8];
+    for (int death = 0; death < 2; death++) {
+        (void)requests_flush(&c);
+        CHECK(received(sockets[1], uniques, 8) == 2);
+        requests_requeue(&c, true);
+    }
+    CHECK(c.suspect_count == 2 && !requests_flush(&c));
+    CHECK(received(sockets[1], uniques, 8) == 1 && uniques[0] == 2);
+    (void)requests_flush(&c);
+    CHECK(received(sockets[1], uniques, 8) == 0);
+    request_find(&c, 2)->sent_s -= 3; /* as if time had passed */
+    (void)requests_flush(&c);
+    CHECK(received(sockets[1], uniques, 8) == 1 && uniques[0] == 4);
+    clear(&c, &e, sockets);
+    CHECK(c.suspect_count == 0);
+}
+
+static void ends_that_were_asked_for_and_requests_not_sent_make_no_suspects(void) {
+    struct channel c;
+    struct epoch e;
+    int sockets[2];
+    prepare(&c, &e, sockets);
+    struct message message = message_of(OP_READ, 2, 9);
+    CHECK(request_add(&c, 0, &message, sizeof message));
+    for (int end = 0; end < 20; end++) {
+        e.ready = end % 2; /* every other daemon dies while it starts */
+        (void)requests_flush(&c);
+        requests_requeue(&c, !e.ready);
+    }
+    CHECK(request_find(&c, 2)->deaths == 0 && counters[COUNT_GIVEN_UP] == 0);
     clear(&c, &e, sockets);
 }
 
@@ -351,11 +464,15 @@ int main(void) {
     forgets_need_no_answer();
     replies_are_checked();
     read_replies_must_add_up();
+    a_list_is_all_that_was_asked_for_up_to_the_end();
     requests_are_sent_kept_and_replayed();
     nothing_is_sent_to_a_daemon_that_is_not_ready();
     a_full_socket_makes_requests_wait_not_the_caller();
     the_table_is_bounded();
     a_killed_reader_is_answered_and_its_request_stays_until_the_daemon_replies();
+    a_request_that_kills_daemons_is_given_up_and_no_other();
+    suspects_wait_for_each_other_but_not_for_ever();
+    ends_that_were_asked_for_and_requests_not_sent_make_no_suspects();
     directory_requests_are_cut_to_what_the_socket_takes();
     one_backing_id_until_the_last_release();
     a_cached_handle_keeps_passthrough_out();

@@ -70,7 +70,7 @@ class Peer:
             self.descriptors += descriptors
             self.got.append(message)
             if isinstance(message, wire.Hello):
-                welcome = wire.Welcome(1, 1, self.passthrough, "" if self.passthrough else "no rights")
+                welcome = wire.Welcome(wire.VERSION, 1, self.passthrough, "" if self.passthrough else "no rights")
                 await self.send(serial, welcome, [self.counters])
             if isinstance(message, wire.ListHandles):
                 await self.send(serial, wire.Handles(((5, 1), (6, 2))))
@@ -230,13 +230,13 @@ def test_holds_are_released_when_the_channel_reports_the_copy_and_not_before() -
         first, first_held = part(Lent(3, 4), 4096, 10)
         second, second_held = part(None, 0, 5)
         assert peer.leases is not None
-        reply = wire.decode_read_reply(await channel.reply([first, second]))
+        reply = wire.decode_read_reply(await channel.reply([first, second], file_bytes=9))
         assert (reply.length_bytes, reply.parts) == (15, ((3, 4, 4096, 10), (wire.POOL_SLOT, 0, 0, 5)))
         assert peer.leases[reply.lease] == 0
         assert not channel.sweep()
         assert (first_held.released, second_held.released) == (0, 0)
         other, other_held = part(Lent(3, 4), 0, 1)
-        other_lease = wire.decode_read_reply(await channel.reply([other])).lease
+        other_lease = wire.decode_read_reply(await channel.reply([other], file_bytes=9)).lease
         assert other_lease != reply.lease
         peer.leases[reply.lease] = 1
         await until(lambda: first_held.released == 1)  # by the periodic sweep
@@ -252,12 +252,12 @@ def test_holds_are_released_when_the_channel_reports_the_copy_and_not_before() -
 def test_replies_sweep_by_themselves_and_the_end_of_a_file_takes_no_lease() -> None:
     async def script(channel: Channel, peer: Peer) -> None:
         assert peer.leases is not None
-        assert wire.decode_read_reply(await channel.reply([])).lease == wire.NO_LEASE
+        assert wire.decode_read_reply(await channel.reply([], file_bytes=9)).lease == wire.NO_LEASE
         holds = []
         for number in range(3000):  # no checkpoint, so no periodic sweep
             one, held = part(None, number, 1)
             holds.append(held)
-            peer.leases[wire.decode_read_reply(await channel.reply([one])).lease] = 1
+            peer.leases[wire.decode_read_reply(await channel.reply([one], file_bytes=9)).lease] = 1
         assert channel.outstanding <= 16
         channel.sweep()
         assert [held.released for held in holds] == [1] * 3000
@@ -270,16 +270,16 @@ def test_without_a_free_lease_a_reply_waits_and_then_fails(monkeypatch: pytest.M
         monkeypatch.setattr(channel_module, "_LEASE_WAIT_S", 0.05)
         assert peer.leases is not None
         for number in range(channel_module.LEASES):
-            await channel.reply([part(None, number, 1)[0]])
+            await channel.reply([part(None, number, 1)[0]], file_bytes=9)
         late, held = part(None, 0, 1)
         with pytest.raises(NoBuffer):
-            await channel.reply([late])
+            await channel.reply([late], file_bytes=9)
         assert held.released == 1
         monkeypatch.setattr(channel_module, "_LEASE_WAIT_S", 5)
         replies: list[bytes] = []
 
         async def reply() -> None:
-            replies.append(await channel.reply([part(None, 0, 1)[0]]))
+            replies.append(await channel.reply([part(None, 0, 1)[0]], file_bytes=9))
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(reply)

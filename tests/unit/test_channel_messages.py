@@ -48,10 +48,9 @@ def test_layouts_are_those_of_the_other_end() -> None:
     assert wire.encode(2, wire.FileAdd(1, 3, 5)).hex() == "0400000002000000" + "0100000003000000" + "0500000000000000"
     assert wire.encode(2, wire.Pool(9, 4)).hex() == "0200000002000000" + "0900000000000000" + "04000000"
     assert len(wire.encode(0, wire.ReadFailed(1, 2, 3, 4, 5, 6))) == 8 + 32
-    one = wire.encode_read_reply(6, [Piece(At(1, 2), 3, 4)])
-    assert one.hex() == "54465244" + "01000100" + "06000000" + "04000000" + "0100000002000000" + "03" + "00" * 7 + (
-        "04000000" + "00000000"
-    )
+    one = wire.encode_read_reply(6, [Piece(At(1, 2), 3, 4)], file_bytes=7)
+    head = "54465244" + "02000100" + "06000000" + "04000000" + "07" + "00" * 7
+    assert one.hex() == head + "0100000002000000" + "03" + "00" * 7 + "04000000" + "00000000"
 
 
 def test_an_unknown_message_is_refused() -> None:
@@ -64,20 +63,21 @@ def test_a_read_reply_names_its_parts_and_joins_neighbours() -> None:
     pieces = [
         Piece(one, 0, 10), Piece(one, 10, 5), Piece(other, 15, 5), Piece(None, 100, 1), Piece(None, 101, 2),
     ]  # fmt: skip
-    reply = wire.decode_read_reply(wire.encode_read_reply(3, pieces))
-    assert reply == wire.ReadReply(3, 23, ((7, 1, 0, 15), (8, 1, 15, 5), (wire.POOL_SLOT, 0, 100, 3)))
-    assert wire.decode_read_reply(wire.encode_read_reply(3, [])) == wire.ReadReply(wire.NO_LEASE, 0, ())
+    reply = wire.decode_read_reply(wire.encode_read_reply(3, pieces, file_bytes=99))
+    assert reply == wire.ReadReply(3, 23, 99, ((7, 1, 0, 15), (8, 1, 15, 5), (wire.POOL_SLOT, 0, 100, 3)))
+    end = wire.decode_read_reply(wire.encode_read_reply(3, [], file_bytes=5))
+    assert end == wire.ReadReply(wire.NO_LEASE, 0, 5, ())
 
 
 def test_too_many_parts_are_an_error_and_not_a_wrong_reply() -> None:
     pieces = [Piece(At(1, 1), position * 8192, 4096) for position in range(wire.PARTS_MAX + 1)]
-    assert len(wire.decode_read_reply(wire.encode_read_reply(0, pieces[1:])).parts) == wire.PARTS_MAX
+    assert len(wire.decode_read_reply(wire.encode_read_reply(0, pieces[1:], file_bytes=9)).parts) == wire.PARTS_MAX
     with pytest.raises(ProtocolError, match="too small"):
-        wire.encode_read_reply(0, pieces)
+        wire.encode_read_reply(0, pieces, file_bytes=9)
 
 
 def test_a_read_reply_of_a_wrong_length_is_refused() -> None:
-    reply = wire.encode_read_reply(0, [Piece(At(1, 1), 0, 4), Piece(At(2, 1), 0, 4)])
+    reply = wire.encode_read_reply(0, [Piece(At(1, 1), 0, 4), Piece(At(2, 1), 0, 4)], file_bytes=9)
     for length in range(len(reply)):
         with pytest.raises(ProtocolError):
             wire.decode_read_reply(reply[:length])

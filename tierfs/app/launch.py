@@ -16,7 +16,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from tierfs.blocks.errors import ConfigError, MountFailed
+from tierfs.blocks.errors import ConfigError, ControlError, MountFailed
 from tierfs.config.schema import MountConfig
 from tierfs.control import registry
 from tierfs.fuse.channel import ENVIRONMENT as UNDER_A_CHANNEL
@@ -64,9 +64,18 @@ def find_program() -> str | None:
 
 
 def command(
-    program: str, config: MountConfig, mountpoint: str, daemon: list[str], *, keep_fd: int | None = None
+    program: str,
+    config: MountConfig,
+    mountpoint: str,
+    daemon: list[str],
+    *,
+    fuse_fd: int | None = None,
+    keep_fd: int | None = None,
 ) -> list[str]:
-    """The channel's command line in front of the daemon's; ``keep_fd`` is inherited by the first daemon."""
+    """The channel's command line in front of the daemon's.
+
+    ``fuse_fd`` is inherited by the channel, which then mounts nothing; ``keep_fd`` by the first daemon as well.
+    """
     options = config.mount
     line = [program, "--mountpoint", mountpoint]
     if options.allow_other:
@@ -78,6 +87,10 @@ def command(
     if options.user is not None and os.geteuid() == 0:
         entry = pwd.getpwnam(options.user)
         line += ["--user", f"{entry.pw_uid}:{entry.pw_gid}"]
+        for group in os.getgrouplist(options.user, entry.pw_gid):
+            line += ["--group", str(group)]
+    if fuse_fd is not None:
+        line += ["--fuse-fd", str(fuse_fd)]
     if keep_fd is not None:
         line += ["--keep-fd", str(keep_fd)]
     return [*line, "--", *daemon]
@@ -91,6 +104,24 @@ def environment(config: MountConfig) -> dict[str, str]:
         found[registry.ENVIRONMENT] = str(registry.user_directory(entry.pw_uid, entry.pw_gid))
         found["HOME"] = entry.pw_dir
     return found
+
+
+def check_user(config: MountConfig, channel_pid: int) -> None:
+    """Refuse a ``mount.user`` that is not the user this channel starts its daemons as. Raises ControlError."""
+    if os.geteuid() != 0:
+        return
+    try:
+        words = Path(f"/proc/{channel_pid}/cmdline").read_bytes().split(b"\0")
+    except OSError as error:
+        raise ControlError(f"the channel (pid {channel_pid}) cannot be looked at: {error.strerror}") from error
+    options = words[: words.index(b"--")] if b"--" in words else words
+    has = int(options[options.index(b"--user") + 1].partition(b":")[0]) if b"--user" in options else 0
+    wanted = 0 if config.mount.user is None else pwd.getpwnam(config.mount.user).pw_uid
+    if has != wanted:
+        raise ControlError(
+            f"mount.user is {config.mount.user or 'not set'}, but the daemons of this mount run as uid {has}:"
+            " unmount and mount again to change it"
+        )
 
 
 def under_a_channel() -> bool:

@@ -75,20 +75,26 @@ def unmount_dead(mountpoint: str) -> None:
 
     A daemon that is just starting or ending there is waited for, up to the time an ending one gives itself.
     """
-    deadline_s = time.monotonic() + _STOP_LIMIT_S + 2
-    while living := [one for one in registry.records() if one.mountpoint == mountpoint and one.running]:
-        # A daemon without its channel ends by itself, and its mount is dead already.
-        mounted = mount_at(mountpoint) is not None and any(record.alive for record in living)
-        if mounted or time.monotonic() > deadline_s:
-            pid = next((one.pid for one in registry.records() if one.mountpoint == mountpoint and one.running), 0)
-            if pid:
-                what = "already mounted by" if mounted else "being mounted or unmounted by"
-                raise MountFailed(f"{mountpoint} is {what} the daemon with pid {pid}")
-        time.sleep(0.02)
+    _wait_for_the_name(mountpoint, given=False)
     while (entry := mount_at(mountpoint)) is not None and entry.file_system == "fuse.tierfs":
         detach(mountpoint)
         log.info("dead_mount_cleared mountpoint=%s", mountpoint)
     registry.remove(mountpoint)
+
+
+def _wait_for_the_name(mountpoint: str, *, given: bool) -> None:
+    deadline_s = time.monotonic() + _STOP_LIMIT_S + 2
+    while living := [one for one in registry.records() if one.mountpoint == mountpoint and one.running]:
+        # A daemon without its channel ends by itself, and its mount is dead already.
+        mounted = not given and mount_at(mountpoint) is not None and any(record.alive for record in living)
+        if mounted or time.monotonic() > deadline_s:
+            pid = next((one.pid for one in registry.records() if one.mountpoint == mountpoint and one.running), 0)
+            if pid and given:
+                raise MountFailed(f"{mountpoint} is the name of the mount of pid {pid}: give this one another --name")
+            if pid:
+                what = "already mounted by" if mounted else "being mounted or unmounted by"
+                raise MountFailed(f"{mountpoint} is {what} the daemon with pid {pid}")
+        time.sleep(0.02)
 
 
 def detach(mountpoint: str) -> None:
@@ -108,8 +114,16 @@ def detach(mountpoint: str) -> None:
         raise MountFailed(f"cannot unmount {mountpoint}: {done.stderr.strip()}")
 
 
-def clear_the_way(config: MountConfig, mountpoint: str) -> None:
-    """What must be done, or refused, before anything is mounted there. Raises MountFailed."""
+def clear_the_way(config: MountConfig, mountpoint: str, *, given: bool = False) -> None:
+    """What must be done, or refused, before anything is mounted there. Raises MountFailed.
+
+    ``given``: somebody else has mounted, and ``mountpoint`` but names it. What is at that place here is not looked at.
+    """
+    if given:
+        _wait_for_the_name(mountpoint, given=True)
+        registry.remove(mountpoint)
+        check_tiers(config)
+        return
     unmount_dead(mountpoint)
     check_places(config, mountpoint)
 
@@ -125,12 +139,8 @@ def check_places(config: MountConfig, mountpoint: str) -> None:
     for tier in tiers:
         if tier in path.parents:
             raise MountFailed(f"the mountpoint {mountpoint} lies inside the tier directory {tier}")
+    check_tiers(config)
     directory = source_directory(config)
-    if directory is not None:
-        source = directory.resolve()
-        for tier in tiers:
-            if tier == source or source in tier.parents or tier in source.parents:
-                raise MountFailed(f"the tier directory {tier} and the source {source} lie inside each other")
     # Everything the daemon itself reads or writes: through its own mount it would wait for itself, for ever.
     others = [
         config.state_dir, config.log.file, config.source.token_file, config.source.tls_ca_file, directory,
@@ -138,6 +148,17 @@ def check_places(config: MountConfig, mountpoint: str) -> None:
     for place in tiers + [Path(other).resolve() for other in others if other is not None]:
         if place == path or path in place.parents:
             raise MountFailed(f"{place} lies inside the mountpoint {mountpoint}: tierfs would wait for itself")
+
+
+def check_tiers(config: MountConfig) -> None:
+    """Refuse tiers and a source that lie inside each other. Raises MountFailed."""
+    directory = source_directory(config)
+    if directory is None:
+        return
+    source = directory.resolve()
+    for tier in [Path(place).resolve() for place in tier_paths(config)]:
+        if tier == source or source in tier.parents or tier in source.parents:
+            raise MountFailed(f"the tier directory {tier} and the source {source} lie inside each other")
 
 
 def tier_paths(config: MountConfig) -> list[str]:
@@ -154,24 +175,29 @@ def mount(
     options: list[str],
     log_file: str,
     ready: Callable[[str], None],
+    given_fd: int | None = None,
 ) -> None:
     """Mount and serve until unmounted or told to stop (SIGTERM, SIGINT, the control socket).
 
     ``channel`` is what started this process, if a channel did: the mount is then the channel's, and being told to stop
     by a signal or by the channel leaves it there for the next daemon.
 
+    With ``given_fd`` somebody else has mounted (fuse/given.py): ``mountpoint`` only names the mount, and the descriptor
+    of that number is its /dev/fuse; under a channel, which has it, only its being given counts.
+
     ``ready`` is called once readers may come, with what a person should know all the same, or nothing. Raises a
     TierfsError when the mount cannot be made.
     """
     raise_descriptor_limit()
     if channel is None or channel.epoch == 1:
-        clear_the_way(config, mountpoint)
+        clear_the_way(config, mountpoint, given=given_fd is not None)
+    daemon = _Mount(config, mountpoint, channel, config_path, options, log_file, ready, given_fd)
     try:
-        trio.run(_Mount(config, mountpoint, channel, config_path, options, log_file, ready).run)
+        trio.run(daemon.run)
     except* TierfsError as group:
         raise first(group) from group
     finally:
-        if channel is None or mount_at(mountpoint) is None:
+        if channel is None or not (daemon.replaced if given_fd is not None else mount_at(mountpoint)):
             registry.remove(mountpoint)
 
 
@@ -185,7 +211,10 @@ class _Mount:
         options: list[str],
         log_file: str,
         ready: Callable[[str], None],
+        given_fd: int | None,
     ) -> None:
+        self.replaced = False  # another daemon of this mount was announced
+        self._given_fd = given_fd
         self._config = config
         self._mountpoint = mountpoint
         self._channel = channel
@@ -210,7 +239,8 @@ class _Mount:
         async with trio.open_nursery() as outer:
             outer.start_soon(self._signals, outer.cancel_scope)
             if self._channel is not None:
-                self._channel.on_gone = self._channel.on_stop = lambda: self._end(outer.cancel_scope)
+                self._channel.on_gone = lambda: self._end(outer.cancel_scope)
+                self._channel.on_stop = lambda: self._make_room(outer.cancel_scope)
                 await outer.start(_running, self._channel)
                 await self._channel.hello()
             source = make_source(config)
@@ -228,7 +258,7 @@ class _Mount:
             gc.freeze()  # the tree is large, lives on, and has no cycles: collections need not walk it
             tiers = make_tiers(config, block_bytes)
             if self._channel is not None:
-                check_block_size(block_bytes)
+                check_largest_read(block_bytes, memory_limit_bytes=config.memory.limit)
                 for tier in tiers:
                     tier.lender = self._channel
             for tier in tiers:
@@ -299,7 +329,13 @@ class _Mount:
         async with AsyncExitStack() as stack:
             self._register()
             session = stack.enter_context(
-                Session(operations, self._mountpoint, allow_other=options.allow_other, channel=channel)
+                Session(
+                    operations,
+                    self._mountpoint,
+                    allow_other=options.allow_other,
+                    channel=channel,
+                    given_fd=self._given_fd,
+                )
             )
             nursery = await stack.enter_async_context(trio.open_nursery())
             daemon = commands.Daemon(
@@ -328,6 +364,12 @@ class _Mount:
         if self._channel is not None:
             await self._mount_by_channel(self._channel)
             return
+        if self._given_fd is not None:
+            # Its place may not be visible here; what is asked there meanwhile, the INIT first, waits in the kernel.
+            daemon.kernel.notes.append("the kernel's limits are left to whoever has mounted (direct mode)")
+            log.info("serving name=%s source=%s", self._mountpoint, self._config.source.url)
+            self._ready(self._note)
+            return
         # The kernel resets its limits when it takes the INIT reply: look through the mount once, so that this is over.
         await trio.to_thread.run_sync(os.statvfs, self._mountpoint, abandon_on_cancel=True)
         daemon.kernel = apply_limits(
@@ -342,6 +384,10 @@ class _Mount:
         await channel.mount()
         if channel.epoch > 1:
             log.info("taken_over mountpoint=%s epoch=%d", self._mountpoint, channel.epoch)
+            return
+        if self._given_fd is not None:
+            log.info("serving name=%s source=%s by=channel", self._mountpoint, self._config.source.url)
+            self._ready(self._note)
             return
         # An answer through the mount says that the INIT is over. Another user than the mount's may get none.
         with contextlib.suppress(OSError):
@@ -364,6 +410,7 @@ class _Mount:
                 daemon_pid=0 if self._channel is None else daemon,
                 daemon_started=0 if self._channel is None else registry.process_start(daemon),
                 options=self._options,
+                given=self._given_fd is not None,
             )
         )
 
@@ -380,9 +427,14 @@ class _Mount:
                     scope.cancel()  # still starting
 
     def _mode_reason(self) -> str:
+        by = "" if self._given_fd is None else "; somebody else has mounted"
         if self._channel is None:
-            return launch.plan(self._config).reason
-        return f'mount.mode is "{self._config.mount.mode}" and {launch.PROGRAM} is installed'
+            return launch.plan(self._config).reason + by
+        return f'mount.mode is "{self._config.mount.mode}" and {launch.PROGRAM} is installed{by}'
+
+    def _make_room(self, scope: trio.CancelScope) -> None:
+        self.replaced = True
+        self._end(scope)
 
     def _end(self, scope: trio.CancelScope) -> None:
         """End this daemon and leave the mount to its channel."""
@@ -394,10 +446,13 @@ class _Mount:
         await self._stopping.wait()
         _watchdog()
         try:
-            if self._channel is None:
+            if self._channel is not None:
+                await self._channel.stopping(unmount=True)
+            if self._given_fd is not None:
+                pass  # not ours to unmount: it ends with the descriptor
+            elif self._channel is None:
                 await trio.to_thread.run_sync(detach, self._mountpoint)
             else:
-                await self._channel.stopping(unmount=True)
                 with trio.move_on_after(_UNMOUNTED_S):
                     while mount_at(self._mountpoint) is not None:  # noqa: ASYNC110 - the kernel's table is only looked at
                         await trio.sleep(0.01)
@@ -463,14 +518,22 @@ class _Mount:
             await trio.sleep(_CONTENT_BATCH_S)
 
 
-def check_block_size(block_bytes: int) -> None:
-    """Refuse blocks of which the kernel's largest read touches more than the channel takes. Raises MountFailed."""
+def check_largest_read(block_bytes: int, *, memory_limit_bytes: int) -> None:
+    """Refuse blocks of which the kernel's largest read touches more than the channel takes in one reply, or than half
+    of the memory (what requests under way may hold together) has twice. Raises MountFailed.
+    """
     try:
         pages = int(Path("/proc/sys/fs/fuse/max_pages_limit").read_text())
     except (OSError, ValueError):
         pages = _READ_PAGES
     read_bytes = min(pages, _READ_PAGES_MAX) * 4096
-    if read_bytes // block_bytes + 1 > PARTS_MAX:
+    blocks = read_bytes // block_bytes + 1
+    if memory_limit_bytes < 4 * blocks * block_bytes:
+        raise MountFailed(
+            f"memory.limit is {format_bytes(memory_limit_bytes)}, but a read of the kernel touches {blocks} of the"
+            f" export's blocks of {format_bytes(block_bytes)}: set at least {format_bytes(4 * blocks * block_bytes)}"
+        )
+    if blocks > PARTS_MAX:
         raise MountFailed(
             f"the export's blocks of {format_bytes(block_bytes)} are too small for the channel: serve it with larger"
             ' ones, or set mount.mode = "direct"'

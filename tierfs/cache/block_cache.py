@@ -26,6 +26,7 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import trio
 
@@ -39,6 +40,8 @@ from tierfs.policy.admission import HotAdmission, Mode
 from tierfs.tiers.interface import LentFile, LocalTier, ObjectFacts, Offer, Part, Source
 
 log = logging.getLogger(__name__)
+
+_Found = TypeVar("_Found")  # bytes, or their place
 
 _CORRUPT_TRIES = 3  # a block the source sends wrong this often in a row is given up for this load
 _BACKOFF_FIRST_S = 0.05
@@ -224,23 +227,7 @@ class BlockCache:
         Raises SourceTimeout, StaleVersion, CorruptBlock, SourceRefused, NoBuffer. Cancelling the reader leaves the
         load running for the others.
         """
-        key = self.key(file.version)
-        found = self.memory.get((key, span.block))
-        if found is not None:
-            return self._serve((key, span.block), found, span)
-        tier = self._nearest(key, span.block)
-        if tier is not None and (tier.mapped or not sequential):
-            data = await self._read_span(tier, key, span)
-            if data is not None:
-                return data
-            key = self.key(file.version)  # look again: it may have become known, and loaded, meanwhile
-            found = self.memory.get((key, span.block))
-            if found is not None:
-                return self._serve((key, span.block), found, span)
-        if sequential:
-            self.on_wait()
-        block = await self._wait(file, key, span.block)
-        return self._serve((key, span.block), block, span)
+        return await self._find(file, span, sequential, self._read_span, self._serve)
 
     def locate_nowait(self, file: FileFacts, span: Span) -> Part | None:
         """Where that span lies, if its block is in memory. The caller releases the part's hold once."""
@@ -267,24 +254,35 @@ class BlockCache:
 
         Decides, waits and raises as read() does. Cancelling the reader leaves the load running for the others.
         """
+        return await self._find(file, span, sequential, self._locate, self._place)
+
+    async def _find(
+        self,
+        file: FileFacts,
+        span: Span,
+        sequential: bool,
+        in_tier: Callable[[LocalTier, ObjectKey, Span], Awaitable[_Found | None]],
+        in_memory: Callable[[BlockKey, MemoryBlock, Span], _Found],
+    ) -> _Found:
+        """From memory, a tier that has it, or a load, in the one order there is; the two callables say as what."""
         key = self.key(file.version)
         found = self.memory.get((key, span.block))
         if found is not None:
-            return self._place((key, span.block), found, span)
+            return in_memory((key, span.block), found, span)
         tier = self._nearest(key, span.block)
         if tier is not None and (tier.mapped or not sequential):
-            part = tier.locate_nowait(key, span) or await self._locate(tier, key, span)
-            if part is not None:
-                return part
+            there = await in_tier(tier, key, span)
+            if there is not None:
+                return there
             key = self.key(file.version)  # look again: it may have become known, and loaded, meanwhile
             found = self.memory.get((key, span.block))
             if found is not None:
-                return self._place((key, span.block), found, span)
+                return in_memory((key, span.block), found, span)
         if sequential:
             self.on_wait()
         block = await self._wait_held(file, key, span.block)
         try:
-            return self._place((key, span.block), block, span)
+            return in_memory((key, span.block), block, span)
         finally:
             block.buffer.release()
 
@@ -296,6 +294,9 @@ class BlockCache:
 
     async def _locate(self, tier: LocalTier, key: ObjectKey, span: Span) -> Part | None:
         """tier.locate, but a disk that does not answer holds a task of the cache, not the reader."""
+        part = tier.locate_nowait(key, span)
+        if part is not None:
+            return part
         found: list[Part | None] = []
         gone = False
 

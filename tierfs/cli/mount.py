@@ -3,6 +3,9 @@
 Mounting starts a daemon: a child process of its own session that runs the same command with --foreground and writes
 one line to a pipe, "ready" or what is wrong. The command returns when that line is there. In channel mode
 `tierfs-channel` is put in front of that command (app/launch), and in the foreground this process becomes the channel.
+
+`/dev/fd/N` for a mountpoint is a mount that somebody else has made (fuse/given.py): every process up to the one that
+serves it inherits the descriptor.
 """
 
 import contextlib
@@ -14,6 +17,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Annotated
 
@@ -27,6 +31,7 @@ from tierfs.config.load import load_mount_config
 from tierfs.config.schema import MountConfig
 from tierfs.control import registry
 from tierfs.control.socket import ask
+from tierfs.fuse import given
 from tierfs.fuse.channel import Channel
 from tierfs.fuse.kernel import mount_at
 
@@ -37,22 +42,38 @@ _STOP_S = 8.5  # the daemon gives itself 8 s
 
 def mount(
     config: Annotated[Path, typer.Argument(help="The configuration file (TOML).")],
-    mountpoint: Annotated[str, typer.Argument(help="An existing directory.")],  # a Path would be looked at: it may hang
+    # A Path would be looked at: it may hang.
+    mountpoint: Annotated[
+        str,
+        typer.Argument(help="An existing directory; or /dev/fd/N: an inherited /dev/fuse that is mounted already."),
+    ],
     foreground: Annotated[bool, typer.Option(help="Stay in the foreground and log to stderr.")] = False,
     option: Annotated[list[str] | None, typer.Option("--set", help="Override a key: --set warm.capacity=1GiB")] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            help="With /dev/fd/N: the path by which other commands know this mount, such as where its readers see it."
+        ),
+    ] = None,
     ready_fd: Annotated[int, typer.Option(hidden=True)] = -1,
 ) -> None:
     """Mount a tree of models. Returns when it is ready to be read."""
-    with one_line():
-        place = _absolute(mountpoint)
+    with one_line(), contextlib.ExitStack() as stack:
+        fuse_fd = given.descriptor_of(mountpoint)
+        if name is not None and fuse_fd is None:
+            raise MountFailed(f"--name {name}: a mountpoint is its own name; only /dev/fd/N may have another one")
+        if fuse_fd is not None and not launch.under_a_channel():
+            given.check(fuse_fd)
+        place = _absolute(name or mountpoint)
+        stack.enter_context(_failure_told(place))
         settings = load_mount_config(config, overrides(option))
         log_file = str(launch.log_path(settings, place))
         if not foreground:
-            _start_daemon(settings, config, place, option or [], log_file)
+            _start_daemon(settings, config, place, fuse_fd, option or [], log_file)
             return
         daemon = ready_fd >= 0
         if not daemon and not launch.under_a_channel():
-            _become_channel(settings, config, place, option or [])
+            _become_channel(settings, config, place, fuse_fd, option or [])
         channel = Channel.from_environment()
         if channel is not None and channel.epoch > 1:
             ready_fd = -1  # the first daemon has answered
@@ -71,14 +92,31 @@ def mount(
                 options=option or [],
                 log_file=log_file if daemon else "",
                 ready=lambda note: waiting.tell(f"ready {note}"),
+                given_fd=fuse_fd,
             )
         except TierfsError as error:
+            logging.getLogger(__name__).error("daemon_ended reason=%r", " ".join(str(error).split()))
             waiting.tell(" ".join(str(error).split()))
             raise
         except BaseException as error:
             logging.getLogger(__name__).exception("daemon_ended_by_bug")
             waiting.tell(f"the daemon ended by a bug ({type(error).__name__}); its log: {log_file}")
             raise
+
+
+@contextlib.contextmanager
+def _failure_told(place: str) -> Iterator[None]:
+    """What keeps a daemon under a channel from starting is left for `tierfs restart` and `status`."""
+    if not launch.under_a_channel():
+        yield
+        return
+    try:
+        yield
+    except Exception as error:
+        reason = str(error) if isinstance(error, TierfsError) else f"a bug ({type(error).__name__}: {error})"
+        with contextlib.suppress(OSError, ControlError):
+            registry.write_failure(place, reason)
+        raise
 
 
 def unmount(mountpoint: Annotated[str, typer.Argument(help="Where the tierfs is mounted.")]) -> None:
@@ -92,7 +130,10 @@ def unmount(mountpoint: Annotated[str, typer.Argument(help="Where the tierfs is 
         for record in found:
             if record.running:
                 _end_daemon(record, place)
-        app_mount.unmount_dead(place)
+        if any(record.given for record in found):
+            registry.remove(place)  # it has ended; the mount is for whoever made it to unmount
+        else:
+            app_mount.unmount_dead(place)
 
 
 def overrides(options: list[str] | None) -> dict[str, object]:
@@ -112,12 +153,17 @@ def overrides(options: list[str] | None) -> dict[str, object]:
 def _absolute(mountpoint: str) -> str:
     # The mountpoint itself may be a dead or hanging mount, which must not be touched; a symlink to it is resolved.
     path = os.path.abspath(mountpoint)
+    if given.descriptor_of(path) is not None:
+        return path  # by itself a name
     place = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
     return place if mount_at(place) is not None else os.path.realpath(place)
 
 
-def _daemon_command(config: Path, place: str, options: list[str], ready_fd: int | None) -> list[str]:
-    command = [sys.executable, "-m", "tierfs.cli.main", "mount", str(config.absolute()), place, "--foreground"]
+def _daemon_command(
+    config: Path, place: str, fuse_fd: int | None, options: list[str], ready_fd: int | None
+) -> list[str]:
+    where = [place] if fuse_fd is None else [f"/dev/fd/{fuse_fd}", "--name", place]
+    command = [sys.executable, "-m", "tierfs.cli.main", "mount", str(config.absolute()), *where, "--foreground"]
     if ready_fd is not None:
         command += ["--ready-fd", str(ready_fd)]
     for option in options:
@@ -125,32 +171,37 @@ def _daemon_command(config: Path, place: str, options: list[str], ready_fd: int 
     return command
 
 
-def _become_channel(settings: MountConfig, config: Path, place: str, options: list[str]) -> None:
+def _become_channel(settings: MountConfig, config: Path, place: str, fuse_fd: int | None, options: list[str]) -> None:
     """Replace this process by the channel, which starts this same command below it; returns in direct mode."""
     program = launch.plan(settings).program
     if program is None:
         return
-    app_mount.clear_the_way(settings, place)
+    app_mount.clear_the_way(settings, place, given=fuse_fd is not None)
     launch.prepare(settings, place)
-    command = launch.command(program, settings, place, _daemon_command(config, place, options, None))
+    daemon = _daemon_command(config, place, fuse_fd, options, None)
+    command = launch.command(program, settings, place, daemon, fuse_fd=fuse_fd)
     try:
+        if fuse_fd is not None:
+            os.set_inheritable(fuse_fd, True)
         os.execve(program, command, {**os.environ, **launch.environment(settings)})
     except OSError as error:
         raise MountFailed(f"cannot run {program}: {error.strerror}") from error
 
 
-def _start_daemon(settings: MountConfig, config: Path, place: str, options: list[str], log_file: str) -> None:
+def _start_daemon(
+    settings: MountConfig, config: Path, place: str, fuse_fd: int | None, options: list[str], log_file: str
+) -> None:
     program = launch.plan(settings).program
     receive, send = os.pipe()
     try:
-        command = _daemon_command(config, place, options, send)
+        command = _daemon_command(config, place, fuse_fd, options, send)
         # A channel outlives this command and may have something to say any time, so that a pipe would not do.
         errors: IO[bytes] | None = None
         start = 0
         if program is not None:
-            app_mount.clear_the_way(settings, place)
+            app_mount.clear_the_way(settings, place, given=fuse_fd is not None)
             launch.prepare(settings, place)
-            command = launch.command(program, settings, place, command, keep_fd=send)
+            command = launch.command(program, settings, place, command, fuse_fd=fuse_fd, keep_fd=send)
             errors = _errors_file(settings, place)
             start = errors.seek(0, os.SEEK_END)
         with errors or contextlib.nullcontext():
@@ -159,7 +210,7 @@ def _start_daemon(settings: MountConfig, config: Path, place: str, options: list
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=errors or subprocess.PIPE,
-                pass_fds=[send],
+                pass_fds=[send] if fuse_fd is None else [send, fuse_fd],
                 start_new_session=True,
                 cwd="/",
                 env={**os.environ, **launch.environment(settings)},
@@ -182,6 +233,8 @@ def _start_daemon(settings: MountConfig, config: Path, place: str, options: list
                 assert words is not None
                 line = words.read().decode(errors="replace").strip().rpartition("\n")[2]
                 line = line or f"the daemon ended (status {child.poll()}) and did not say why; its log: {log_file}"
+            if line and settings.mount.user is not None:
+                line = f"the daemon, as the user {settings.mount.user}: {line}"  # root may do what that user may not
             child.terminate()
     except OSError as error:
         raise MountFailed(f"the daemon cannot be started: {error}") from error
@@ -203,9 +256,11 @@ def _errors_file(settings: MountConfig, place: str) -> IO[bytes]:
     """Where a channel in the background, and what it starts, write their last words."""
     path = launch.log_path(settings, place).with_suffix(".channel.log")
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and path.stat().st_size > _ERRORS_BYTES_MAX:
+    if path.exists() and path.lstat().st_size > _ERRORS_BYTES_MAX:
         path.replace(path.with_suffix(".log.1"))
-    return path.open("ab+")
+    # The directory may be that of a user with fewer rights, who must not make root write elsewhere.
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.fdopen(os.open(path, flags, 0o644), "ab+")
 
 
 def _end_daemon(record: registry.Record, place: str) -> None:
@@ -213,7 +268,7 @@ def _end_daemon(record: registry.Record, place: str) -> None:
     try:
         list(ask(record, "stop", timeout_s=2.0))
     except ControlError:
-        if record.channel:
+        if record.channel or record.given:
             _kill(record.pid, signal.SIGTERM, record.alive)  # it unmounts, whatever its daemon does
         else:
             app_mount.detach(place)

@@ -6,6 +6,8 @@ mode the daemon itself. A record whose process is gone is what a killed owner le
 
 A daemon that root's channel runs as another user has a directory of its own below root's, /run/tierfs/uUID, which the
 command that mounts makes and names in TIERFS_RUNTIME_DIR; root's commands look there too.
+
+A daemon that cannot start under a channel leaves a third file there, which says why, until one starts.
 """
 
 import hashlib
@@ -19,6 +21,8 @@ from tierfs.blocks.errors import ControlError
 
 ENVIRONMENT = "TIERFS_RUNTIME_DIR"
 _ROOT = Path("/run/tierfs")
+_FAILURE = ".failed"  # the suffix of its file
+_FAILURE_CHARACTERS_MAX = 2000
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class Record:
     daemon_pid: int = 0  # of the daemon, where the owner is a channel
     daemon_started: int = 0
     options: list[str] = field(default_factory=list)  # --set KEY=VALUE of the mount command
+    given: bool = False  # somebody else has mounted (fuse/given.py): mountpoint is but a name
 
     @property
     def alive(self) -> bool:
@@ -115,13 +120,38 @@ def write(record: Record) -> None:
     temporary.touch(mode=0o600)
     temporary.write_text(json.dumps(asdict(record)))
     temporary.replace(path)
+    path.with_suffix(_FAILURE).unlink(missing_ok=True)
+
+
+def write_failure(mountpoint: str, reason: str) -> None:
+    """Leave word why this daemon could not start, for those who wait for it."""
+    path = record_path(mountpoint)
+    temporary = path.with_suffix(".reason")
+    temporary.touch(mode=0o600)
+    temporary.write_text(" ".join(reason.split())[:_FAILURE_CHARACTERS_MAX])
+    temporary.replace(path.with_suffix(_FAILURE))
+
+
+def failure(record: Record) -> str:
+    """Why the last daemon of this mount could not start; empty when it could, or when that is not known."""
+    try:
+        with Path(record.socket).with_suffix(_FAILURE).open(encoding="utf-8", errors="replace") as file:
+            return " ".join(file.read(_FAILURE_CHARACTERS_MAX).split())
+    except OSError:
+        return ""
+
+
+def forget_failure(record: Record) -> None:
+    """So that the next one is news."""
+    Path(record.socket).with_suffix(_FAILURE).unlink(missing_ok=True)
 
 
 def remove(mountpoint: str) -> None:
-    """Take the record and the socket away."""
+    """Take the record and what lies beside it away."""
+    path = record_path(mountpoint)
     for directory in _directories():
-        for path in (record_path(mountpoint), socket_path(mountpoint)):
-            (directory / path.name).unlink(missing_ok=True)
+        for name in (path.name, socket_path(mountpoint).name, path.with_suffix(_FAILURE).name):
+            (directory / name).unlink(missing_ok=True)
 
 
 def records() -> list[Record]:

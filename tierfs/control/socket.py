@@ -17,7 +17,7 @@ from typing import Any
 import trio
 
 from tierfs.blocks.errors import ControlError, TierfsError, first
-from tierfs.control.registry import Record
+from tierfs.control.registry import Record, failure
 
 log = logging.getLogger(__name__)
 
@@ -135,8 +135,11 @@ def ask(record: Record, command: str, *, timeout_s: float = 10.0, **arguments: A
         except (ConnectionRefusedError, FileNotFoundError) as error:
             if not record.channel:
                 raise ControlError(f"cannot ask the daemon of {record.mountpoint}: {error}") from error
+            reason = failure(record)
+            cause = f"; the last one could not start: {reason}" if reason else ""
             raise ControlError(
-                f"{record.mountpoint} has no daemon just now: its channel (pid {record.pid}) starts another; ask again"
+                f"{record.mountpoint} has no daemon just now: its channel (pid {record.pid}) starts another;"
+                f" ask again{cause}"
             ) from error
         except OSError as error:
             raise ControlError(f"cannot ask the daemon of {record.mountpoint}: {error}") from error

@@ -264,15 +264,15 @@ class Channel:
 
     # -- READ replies -------------------------------------------------------------------------------------------------
 
-    async def reply(self, parts: Sequence[Part]) -> bytes:
+    async def reply(self, parts: Sequence[Part], *, file_bytes: int) -> bytes:
         """The READ reply that names these parts; the holds are the channel's from here on, whatever happens.
 
-        The reply must be sent: what it names is held until the channel reports on it. Raises NoBuffer when all leases
-        stay out, ProtocolError when there are more parts than a reply can name; the holds are released then, and when
-        cancelled.
+        ``file_bytes``: the length of the file. The reply must be sent: what it names is held until the channel reports
+        on it. Raises NoBuffer when all leases stay out, ProtocolError when there are more parts than a reply can name;
+        the holds are released then, and when cancelled.
         """
         if not parts:
-            return wire.END_OF_FILE
+            return wire.encode_read_reply(wire.NO_LEASE, (), file_bytes=file_bytes)
         kept = False
         try:
             if len(self._outstanding) >= self._sweep_at:
@@ -280,7 +280,7 @@ class Channel:
             if not self._free_leases:
                 await self._wait_for_lease()
             lease = self._free_leases[-1]
-            reply = wire.encode_read_reply(lease, parts)
+            reply = wire.encode_read_reply(lease, parts, file_bytes=file_bytes)
             assert self._leases is not None, "a reply before set_pool"
             self._leases[lease] = 0
             self._free_leases.pop()

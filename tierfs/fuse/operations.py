@@ -136,7 +136,7 @@ class Operations(pyfuse3.Operations):
             else:
                 parts = await view.locate(off, size)
                 length = sum(part.length_bytes for part in parts)
-                data = await channel.reply(parts)
+                data = await channel.reply(parts, file_bytes=view.facts.size_bytes)
         except trio.TooSlowError as error:
             statistics.failed += 1
             log.error("request_timeout path=%r offset=%d size=%d", view.facts.path, off, size)

@@ -1,7 +1,8 @@
 """One pyfuse3 session: mounting, the request loop, and the guard against its known freeze.
 
 Under a channel there is no mount to make here: pyfuse3 reads the requests from the channel's socket, where a message
-that is there stays until it is read, so that no guard is needed. The end of the socket is the end of the mount.
+that is there stays until it is read, so that no guard is needed. The end of the socket is the end of the mount. Nor is
+there one to make where somebody else has mounted and gave us the descriptor (given.py).
 
 Without one, pyfuse3 receives from a blocking /dev/fuse with the GIL held. When a request vanishes between readiness and
 read (its reader was killed), that read blocks, and with it every thread of the daemon, until another request comes. Two
@@ -27,6 +28,7 @@ import pyfuse3
 import trio
 
 from tierfs.blocks.errors import MountFailed
+from tierfs.fuse import given
 from tierfs.fuse.channel import Channel
 
 log = logging.getLogger(__name__)
@@ -44,11 +46,18 @@ class Session:
     """A mounted file system. Use: ``with Session(...) as session: await session.serve()`` on the main thread."""
 
     def __init__(
-        self, operations: pyfuse3.Operations, mountpoint: str, *, allow_other: bool, channel: Channel | None = None
+        self,
+        operations: pyfuse3.Operations,
+        mountpoint: str,
+        *,
+        allow_other: bool,
+        channel: Channel | None = None,
+        given_fd: int | None = None,
     ) -> None:
         self._operations = operations
         self._mountpoint = mountpoint
         self._channel = channel
+        self._given_fd = given_fd
         self._options = {"fsname=tierfs", "subtype=tierfs", "ro", "nosuid", "nodev", "default_permissions", "noatime"}
         if allow_other:
             self._options.add("allow_other")
@@ -57,18 +66,24 @@ class Session:
     def __enter__(self) -> "Session":
         try:
             channel = self._channel
-            place = self._mountpoint if channel is None else f"/dev/fd/{channel.fuse_fd}"
+            place = self._mountpoint
+            if channel is not None:
+                place = f"/dev/fd/{channel.fuse_fd}"
+            elif self._given_fd is not None:
+                given.make_blocking(self._given_fd)
+                place = f"/dev/fd/{self._given_fd}"
             pyfuse3.init(self._operations, place, self._options)
         except RuntimeError as error:
             raise MountFailed(
                 f"cannot mount on {self._mountpoint}: {error}; see the lines above, and check that /dev/fuse exists,"
-                " that fusermount3 is installed, and that 'user_allow_other' is in /etc/fuse.conf when not root"
+                " that fusermount3 is installed, and, when not root, that 'user_allow_other' is in /etc/fuse.conf or"
+                " mount.allow_other is false"
             ) from error
         return self
 
     def __exit__(self, *exception: object) -> None:
         # Lazy: readers that still hold files do not keep the mount point from going.
-        pyfuse3.close(unmount=self._channel is None)
+        pyfuse3.close(unmount=self._channel is None and self._given_fd is None)
 
     async def serve(self) -> None:
         """Answer requests until the mount goes away or stop() is called."""

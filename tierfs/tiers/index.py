@@ -25,7 +25,7 @@ class Entry:
     """One object. ``name`` names its file for ever; ``key`` is what it is known as now (its content id, once known)."""
 
     __slots__ = (
-        "aliases", "allocated_bytes", "block_bytes", "device", "digests", "gone", "handed_out",
+        "aliases", "allocated_bytes", "block_bytes", "device", "digests", "found_good", "gone", "handed_out",
         "handed_out_saved", "key", "last_use_s", "model",
         "model_bytes", "name", "path", "pending", "removing", "resident", "resident_blocks", "resident_bytes",
         "size_bytes", "stamp", "stamp_due", "stamp_serial", "verified", "writing",
@@ -59,6 +59,7 @@ class Entry:
         self.stamp_serial = 0  # grows whenever the verified flags were lost
         self.handed_out = False  # somebody may map the file: it is never written to again, and goes as a whole
         self.handed_out_saved = False  # and the next run will know
+        self.found_good: list[int] = []  # see failed_pages.look
         self.removing = False  # out of the index; its row, file and space follow
         self.gone = False
 

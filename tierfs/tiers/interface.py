@@ -111,6 +111,7 @@ class TierStatistics:
     bypassed_blocks: int = 0
     skipped_blocks: int = 0  # write queue full
     failed_reads: int = 0
+    media_errors: int = 0  # of these, found after a reader of a file that was handed out had met them
     failed_writes: int = 0
     queued_bytes: int = 0
     objects: int = 0

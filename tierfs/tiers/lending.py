@@ -18,6 +18,7 @@ from tierfs.tiers.index import Entry
 from tierfs.tiers.interface import Lender, LentFile, Part, TierStatistics
 from tierfs.tiers.objects import OpenObject
 from tierfs.tiers.reading import Reader
+from tierfs.tiers.watching import Watching
 
 _log = logging.getLogger(__name__)
 
@@ -44,9 +45,12 @@ class ObjectHold:
 class Lending:
     """What one tier lends. Nothing while there is no lender."""
 
-    def __init__(self, *, descriptors: Descriptors, reader: Reader, statistics: TierStatistics) -> None:
+    def __init__(
+        self, *, descriptors: Descriptors, reader: Reader, watching: Watching, statistics: TierStatistics
+    ) -> None:
         self._descriptors = descriptors
         self._reader = reader
+        self._watching = watching
         self._statistics = statistics
         self._under_way: dict[OpenObject, trio.Event] = {}
 
@@ -116,6 +120,8 @@ class Lending:
         """The object, or why it cannot be handed out."""
         if lacks := _lacks(entry):
             return lacks
+        if not await self._watching.sound(entry):
+            return "cannot be read"
         opened = await self._reader.open(entry)
         if opened is None:
             return "cannot be opened"

@@ -34,6 +34,7 @@ from tierfs.tiers.placement import Placement
 from tierfs.tiers.reading import Reader
 from tierfs.tiers.removing import Removals
 from tierfs.tiers.residency import NO_STAMP
+from tierfs.tiers.watching import Watching
 
 _log = logging.getLogger(__name__)
 
@@ -100,9 +101,11 @@ class DirectoryTier:
             descriptors=self._removals.descriptors, statistics=self._statistics, mapped=mapped,
             remove=self._removals.remove,
         )  # fmt: skip
+        self._watching = Watching(index=self._index, reader=self._reader, statistics=self._statistics)
         self._lending = Lending(
-            descriptors=self._removals.descriptors, reader=self._reader, statistics=self._statistics
-        )
+            descriptors=self._removals.descriptors, reader=self._reader, watching=self._watching,
+            statistics=self._statistics,
+        )  # fmt: skip
         self._filler = Filler(
             descriptors=self._removals.descriptors, space=self._space, statistics=self._statistics, mapped=mapped,
             on_settled=self._settled, on_full=self._full,
@@ -164,6 +167,7 @@ class DirectoryTier:
                     nursery.start_soon(self._keep, device)
                 nursery.start_soon(self._removals.close_idle)
                 nursery.start_soon(self._removals.dying.run)
+                nursery.start_soon(self._watching.run)
                 task_status.started()
         finally:
             self._running = False
@@ -278,6 +282,9 @@ class DirectoryTier:
     def unpin(self, key: ObjectKey) -> None:
         """See LocalTier."""
         self._placement.unpin(self._index.canonical(key))
+        entry = self._index.get(key)
+        if entry is not None:
+            self._watching.closed(entry)
 
     def locate_nowait(self, key: ObjectKey, span: Span) -> Part | None:
         """See LocalTier."""

@@ -300,17 +300,10 @@ class ObjectStore:
             self._write_format()
             return
         try:
-            text = os.read(fd, 64).decode("ascii", "replace").strip()
+            text = _format_text(fd)
         finally:
             os.close(fd)
-        if not text.isdigit():
-            raise TierFailed(f"{self.root}/format says {text!r}, which is no version: use an empty directory")
-        if int(text) > FORMAT:
-            raise TierFailed(
-                f"tier directory {self.root} has format {text}, this tierfs knows up to {FORMAT}: "
-                "upgrade tierfs, or use another directory"
-            )
-        self._outdated = int(text) < FORMAT
+        self._outdated = _known_format(self.root, text) < FORMAT
 
     def _write_format(self) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
@@ -344,6 +337,33 @@ class ObjectStore:
             page.close()
             with contextlib.suppress(FileNotFoundError):
                 os.unlink("probe", dir_fd=self._root_fd)
+
+
+def check_format(root: Path) -> None:
+    """Whether this tierfs may use a tier's directory, which a daemon may have open. Raises TierFailed."""
+    try:
+        fd = os.open(root / "format", os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return  # what cannot be read is for the daemon to say
+    try:
+        _known_format(root, _format_text(fd))
+    finally:
+        os.close(fd)
+
+
+def _format_text(fd: int) -> str:
+    return os.read(fd, 64).decode("ascii", "replace").strip()
+
+
+def _known_format(root: Path, text: str) -> int:
+    if not text.isdigit():
+        raise TierFailed(f"{root}/format says {text!r}, which is no version: use an empty directory")
+    if int(text) > FORMAT:
+        raise TierFailed(
+            f"tier directory {root} has format {text}, this tierfs knows up to {FORMAT}: "
+            "upgrade tierfs, or use another directory"
+        )
+    return int(text)
 
 
 def medium_of(directory_fd: int) -> str:

@@ -17,7 +17,7 @@ from typing import ClassVar, Protocol
 
 from tierfs.blocks.errors import ProtocolError
 
-VERSION = 1
+VERSION = 2
 SLOTS = 4096
 PARTS_MAX = 512
 READ_MAGIC = 0x44524654
@@ -27,9 +27,9 @@ PACKET_BYTES_MAX = 65536
 
 _HEAD = struct.Struct("<II")
 _PAIR = struct.Struct("<QQ")
-_READ_HEAD = struct.Struct("<IHHII")
+_READ_HEAD = struct.Struct("<IHHIIQ")
 _READ_PART = struct.Struct("<IIQII")
-_READ_ONE = struct.Struct("<IHHII" + "IIQII")
+_READ_ONE = struct.Struct("<IHHIIQ" + "IIQII")
 
 
 class Message:
@@ -260,14 +260,13 @@ class ReadReply:
 
     lease: int
     length_bytes: int
+    file_bytes: int
     parts: tuple[tuple[int, int, int, int], ...]
 
 
-END_OF_FILE = _READ_HEAD.pack(READ_MAGIC, VERSION, 0, NO_LEASE, 0)
-
-
-def encode_read_reply(lease: int, pieces: Sequence[Piece]) -> bytes:
-    """The reply that names these pieces, in order; neighbours become one part.
+def encode_read_reply(lease: int, pieces: Sequence[Piece], *, file_bytes: int) -> bytes:
+    """The reply that names these pieces, in order; neighbours become one part. ``file_bytes``: the file's length, by
+    which the channel sees whether the pieces are all that was asked for.
 
     Raises ProtocolError when more parts are left than a reply can name.
     """
@@ -276,10 +275,10 @@ def encode_read_reply(lease: int, pieces: Sequence[Piece]) -> bytes:
         lent, length = piece.lent, piece.length_bytes
         slot, generation = (POOL_SLOT, 0) if lent is None else (lent.slot, lent.generation)
         return _READ_ONE.pack(
-            READ_MAGIC, VERSION, 1, lease, length, slot, generation, piece.offset_bytes, length, 0
+            READ_MAGIC, VERSION, 1, lease, length, file_bytes, slot, generation, piece.offset_bytes, length, 0
         )  # fmt: skip
     if not pieces:
-        return END_OF_FILE
+        return _READ_HEAD.pack(READ_MAGIC, VERSION, 0, NO_LEASE, 0, file_bytes)
     parts: list[tuple[int, int, int, int]] = []
     total = 0
     for piece in pieces:
@@ -295,7 +294,7 @@ def encode_read_reply(lease: int, pieces: Sequence[Piece]) -> bytes:
             f"a read of {total} bytes lies in {len(parts)} places, and the channel takes {PARTS_MAX}:"
             ' the export\'s blocks are too small for it, set mount.mode = "direct"'
         )
-    return _READ_HEAD.pack(READ_MAGIC, VERSION, len(parts), lease, total) + b"".join(
+    return _READ_HEAD.pack(READ_MAGIC, VERSION, len(parts), lease, total, file_bytes) + b"".join(
         _READ_PART.pack(*part, 0) for part in parts
     )
 
@@ -304,7 +303,7 @@ def decode_read_reply(reply: bytes) -> ReadReply:
     """The reply again, as the channel checks it. Raises ProtocolError."""
     if len(reply) < _READ_HEAD.size:
         raise ProtocolError("READ reply: no header")
-    magic, version, count, lease, length = _READ_HEAD.unpack_from(reply)
+    magic, version, count, lease, length, file_bytes = _READ_HEAD.unpack_from(reply)
     if magic != READ_MAGIC or version != VERSION or count > PARTS_MAX:
         raise ProtocolError("READ reply: not a list of parts")
     if len(reply) != _READ_HEAD.size + count * _READ_PART.size:
@@ -314,7 +313,7 @@ def decode_read_reply(reply: bytes) -> ReadReply:
         raise ProtocolError("READ reply: the lengths do not agree")
     if count and lease == NO_LEASE:
         raise ProtocolError("READ reply: parts without a lease")
-    return ReadReply(lease, length, tuple(part[:4] for part in parts))
+    return ReadReply(lease, length, file_bytes, tuple(part[:4] for part in parts))
 
 
 # -- counters ---------------------------------------------------------------------------------------------------------
@@ -330,7 +329,7 @@ _NAMES = (
     "daemon_starts", "grace_waits", "fatal_interrupts", "ignored_interrupts", "copied_bytes", "failed_copies",
     "late_replies", "pending", "pending_max", "refused_requests", "refused_notifications", "bad_messages",
     "passthrough_inodes", "max_pages", "max_background", "congestion_threshold", "passthrough_negotiated",
-    "read_ahead_bytes", "queued_sends",
+    "read_ahead_bytes", "queued_sends", "given_up_requests",
 )  # fmt: skip
 _SIZES_AT, _NAMES_AT = 64, 96
 

@@ -1,0 +1,94 @@
+"""An export with everything in it, and readers of every kind for it: what the tests that replace daemons share."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.integration.processes import Mount, eventually
+from tierfs.wire.channel import COUNTERS_BYTES, decode_counters
+
+BLOCK = 4 << 20
+MODELS = 8
+END_S = 60.0
+PROGRAM = Path(__file__).with_name("kill_load.py")
+
+
+def make_truth(root: Path) -> Path:
+    """Eight models of three to six blocks, a tree of small files and symlinks, a directory of many names."""
+    rng = random.Random(23)
+    for number in range(MODELS):
+        (root / f"m{number}").mkdir()
+        (root / f"m{number}" / "weights.bin").write_bytes(rng.randbytes((3 + number % 4) * BLOCK + 1001 * number + 7))
+    for number in range(300):
+        directory = root / "tree" / f"d{number % 7}" / f"e{number % 3}"
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / f"file{number}").write_bytes(rng.randbytes(number * 37 % 9000))
+        if number % 5 == 0:
+            (directory / f"link{number}").symlink_to(f"../e{(number + 1) % 3}/file{number + 1}")
+    (root / "many").mkdir()
+    for number in range(2500):
+        (root / "many" / f"a-rather-long-name-of-a-small-file-{number:05d}").write_bytes(b"%d" % number)
+    return root
+
+
+def counters(channel: int) -> dict[str, int]:
+    """The channel's counters, without a daemon."""
+    for name in os.listdir(f"/proc/{channel}/fd"):
+        path = f"/proc/{channel}/fd/{name}"
+        if "tierfs-counters" in os.readlink(path):
+            return decode_counters(Path(path).read_bytes()[:COUNTERS_BYTES]).named
+    raise AssertionError("the channel has no counters")
+
+
+@contextmanager
+def readers(mounted: Mount, truth: Path, work: Path, seed: int, *, passthrough: bool) -> Iterator[Callable[[], None]]:
+    """Every kind of reader at once; yields a check that none has failed, and sees them end well.
+
+    ``passthrough``: m1 is resident and nobody has it open, so wait until a map of it is in passthrough.
+    """
+    stop = work / "stop"
+    warm_models, cold_models = ["m0/weights.bin"], [f"m{number}/weights.bin" for number in range(3, 8)]
+    roles = [
+        ("read", warm_models),
+        ("read", cold_models),
+        ("maps", ["m1/weights.bin"]),  # in passthrough, until the end
+        ("maps", ["m2/weights.bin", "m1/weights.bin"]),
+        ("find", []),
+        ("list", []),
+        ("churn", [*warm_models, *cold_models]),
+    ]
+    running = []
+    try:
+        for number, (role, models) in enumerate(roles):
+            command = [sys.executable, str(PROGRAM), role, str(mounted.path), str(truth), str(stop), str(seed + number)]
+            log = (work / f"reader{number}.log").open("w+b")
+            running.append((role, log, subprocess.Popen([*command, *models], stdout=log, stderr=log)))
+
+        def all_well() -> None:
+            for role, log, reader in running:
+                if reader.poll() is not None:
+                    raise AssertionError(f"the reader {role!r} ended: {Path(log.name).read_text()}")
+
+        if passthrough and mounted.status()["kernel"]["passthrough"]:
+            # Else a daemon killed before that has no verified model to offer.
+            eventually(lambda: counters(mounted.channel_pid)["passthrough_inodes"] > 0, "a map is in passthrough")
+        yield all_well
+        all_well()
+        stop.touch()
+        for role, log, reader in running:
+            status = reader.wait(END_S)
+            text = Path(log.name).read_text()
+            assert status == 0, f"the reader {role!r}: {text}"
+            print(f"{role}: {text.strip()}")
+            assert json.loads(text)["rounds"] > 0
+    finally:
+        for _, log, reader in running:
+            if reader.poll() is None:
+                reader.kill()
+            reader.wait()
+            log.close()
