@@ -16,6 +16,7 @@ import pytest
 import trio
 
 from tests.local_tiers import BLOCK, Content, object_files, run, running, until
+from tests.pmem_pools import persistent_folder
 from tierfs.blocks.errors import TierFailed
 from tierfs.blocks.ids import ObjectKey
 from tierfs.blocks.spans import Span
@@ -23,6 +24,9 @@ from tierfs.tiers import filling
 from tierfs.tiers.interface import LentFile, Offer, Part
 from tierfs.tiers.local import DirectoryTier
 from tierfs.tiers.objects import ObjectStore, OpenObject
+from tierfs.tiers.persistence import PersistedResidency
+from tierfs.tiers.pool_residency import PoolResidency
+from tierfs.tiers.residency import Residency, Stored, boot_id
 
 SHM = Path("/dev/shm")
 
@@ -83,16 +87,30 @@ class FakeLender:
 class Kit:
     """Tiers of one kind on the same directory, each with a lender of its own as each daemon has."""
 
-    def __init__(self, root: Path, *, hot: bool) -> None:
+    def __init__(self, root: Path, *, hot: bool, pool: bool = False) -> None:
         self.root, self.hot = root, hot
+        self.pool, self.persistent = pool, pool or not hot
         self.lender = FakeLender()
 
     def tier(self, **more: Any) -> DirectoryTier:
         settings: dict[str, Any] = {"block_bytes": BLOCK, "capacity_bytes": 64 << 20, "probe_s": 0.05, **more}
+        if self.pool:
+            settings["residency"] = "pool"
         tier = DirectoryTier("hot" if self.hot else "warm", [self.root], mapped=self.hot, **settings)
         self.lender = FakeLender()
         tier.lender = self.lender
         return tier
+
+    @contextlib.contextmanager
+    def residency(self) -> Iterator[tuple[PersistedResidency, Stored]]:
+        """What was persisted, while no tier runs."""
+        residency: PersistedResidency = Residency(self.root / "residency.db", boot=boot_id())
+        if self.pool:
+            residency = PoolResidency(
+                self.root / "residency.pool", boot=boot_id(), capacity_bytes=64 << 20, block_bytes=BLOCK
+            )
+        yield residency, residency.open()
+        residency.close(clean=True)
 
     def objects(self) -> list[Path]:
         return object_files(self.root)
@@ -105,10 +123,13 @@ class Kit:
         return list((self.root / "dying").iterdir())
 
 
-@pytest.fixture(params=["warm", "hot"])
+@pytest.fixture(params=["warm", "hot", "hot-pool"])
 def kit(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Kit]:
     if request.param == "warm":
         yield Kit(tmp_path / "tier", hot=False)
+    elif request.param == "hot-pool":
+        for folder in persistent_folder():
+            yield Kit(folder / "tier", hot=True, pool=True)
     else:
         if not SHM.is_dir():
             pytest.skip("no /dev/shm here")
@@ -538,8 +559,8 @@ def test_unknown_object_is_unlinked_at_start_unless_somebody_maps_it(kit: Kit) -
             lent = await tier.whole(content.key)
             assert lent is not None
             mapped = kit.lender.map(lent)
-        if not kit.hot:
-            (kit.root / "residency.db").unlink()
+        if kit.persistent:
+            (kit.root / ("residency.pool" if kit.pool else "residency.db")).unlink()
         async with running(kit.tier()) as tier:
             assert kit.objects() == []
             assert [file.name for file in kit.dying()] == [f"{content.key.hex()}.0"]
@@ -552,8 +573,8 @@ def test_unknown_object_is_unlinked_at_start_unless_somebody_maps_it(kit: Kit) -
 
 
 def test_handed_out_is_known_to_the_next_run(kit: Kit) -> None:
-    if kit.hot:
-        pytest.skip("hot keeps nothing across runs")
+    if not kit.persistent:
+        pytest.skip("hot on a tmpfs keeps nothing across runs")
 
     async def test() -> None:
         content = Content(1, 3 * BLOCK)
@@ -565,23 +586,23 @@ def test_handed_out_is_known_to_the_next_run(kit: Kit) -> None:
         async with running(kit.tier()) as tier:
             assert await content.read(tier, 1) is None
             assert tier.resident_bytes(content.key) == 0
-        with contextlib.closing(sqlite3.connect(kit.root / "residency.db")) as db, db:
-            assert db.execute("SELECT count(*) FROM objects").fetchone() == (0,)
+        with kit.residency() as (_, stored):
+            assert stored.objects == []
 
     run(test)
 
 
 def test_handed_out_object_that_is_found_incomplete_is_not_completed_in_place(kit: Kit) -> None:
-    if kit.hot:
-        pytest.skip("hot keeps nothing across runs")
+    if not kit.persistent:
+        pytest.skip("hot on a tmpfs keeps nothing across runs")
 
     async def test() -> None:
         content = Content(1, 3 * BLOCK)
         async with running(kit.tier()) as tier:
             await content.fill(tier)
             assert await tier.whole(content.key) is not None
-        with contextlib.closing(sqlite3.connect(kit.root / "residency.db")) as db, db:
-            db.execute("DELETE FROM blocks WHERE block = 1")
+        with kit.residency() as (residency, _):
+            residency.remove_blocks(content.key, [1])
         async with running(kit.tier()) as tier:
             assert content.offer(tier, 1) is Offer.BYPASSED
             await kit.gone(tier)
@@ -616,7 +637,7 @@ def test_directory_of_format_1_is_migrated_even_when_a_first_try_was_killed(
     kit: Kit, caplog: pytest.LogCaptureFixture
 ) -> None:
     if kit.hot:
-        pytest.skip("hot keeps nothing across runs")
+        pytest.skip("format 1 had no pools, and a tmpfs keeps nothing")
 
     async def test() -> None:
         content = Content(1, 3 * BLOCK)

@@ -1,6 +1,9 @@
-"""What every local tier promises: warm on a disk directory, warm over two, hot on a tmpfs."""
+"""What every local tier promises: warm on a disk directory, warm over two, hot on a tmpfs, hot with its residency in a
+libpmemobj pool (on persistent memory, or on what stands for it: see tests/pmem_pools.py).
+"""
 
 import contextlib
+import errno
 import os
 import shutil
 import sqlite3
@@ -13,10 +16,15 @@ import pytest
 import trio
 
 from tests.local_tiers import BLOCK, Content, PoolLease, buffer, object_files, run, running
+from tests.pmem_pools import DAX, persistent_folder
 from tierfs.blocks.ids import ObjectKey, digest_block
 from tierfs.blocks.spans import Span
 from tierfs.tiers.interface import Offer
 from tierfs.tiers.local import DirectoryTier
+from tierfs.tiers.pmem.library import PmemError
+from tierfs.tiers.pmem.pool import Pool
+from tierfs.tiers.pool_layout import LAYOUT_NAME, MARK_OFFSET, pack_mark
+from tierfs.tiers.pool_residency import PoolResidency
 from tierfs.tiers.residency import Residency
 
 MakeTier = Callable[..., DirectoryTier]
@@ -29,17 +37,33 @@ class Kit:
     def __init__(self, kind: str, paths: list[Path]) -> None:
         self.kind = kind
         self.paths = paths
-        self.hot = kind == "hot"
+        self.hot = kind != "warm"
+        self.persistent = kind != "hot"
 
     def tier(self, **more: Any) -> DirectoryTier:
         settings: dict[str, Any] = {"capacity_bytes": 64 << 20, "mapped": self.hot, "probe_s": 0.05, **more}
+        if self.kind == "hot-pool":
+            settings["residency"] = "pool"
         return DirectoryTier(self.kind, self.paths, **{"block_bytes": BLOCK, **settings})
 
     def files(self) -> list[Path]:
         return [file for path in self.paths for file in object_files(path)]
 
+    def forget_boot(self) -> None:
+        """As if the machine had died and started again."""
+        for path in self.paths:
+            if (path / "residency.pool").exists():
+                pool = Pool.open(path / "residency.pool", LAYOUT_NAME)
+                with pool.transaction() as transaction:
+                    transaction.write(MARK_OFFSET, pack_mark("another boot", clean=False))
+                pool.close()
+            elif (path / "residency.db").exists():
+                with contextlib.closing(sqlite3.connect(path / "residency.db")) as db, db:
+                    db.execute("UPDATE meta SET value = '0' WHERE name = 'clean'")
+                    db.execute("UPDATE meta SET value = 'another boot' WHERE name = 'boot'")
 
-@pytest.fixture(params=["warm", "warm-two", "hot"])
+
+@pytest.fixture(params=["warm", "warm-two", "hot", "hot-pool"])
 def kit(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Kit]:
     if request.param == "hot":
         if not SHM.is_dir():
@@ -47,6 +71,9 @@ def kit(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Kit]:
         root = SHM / f"tierfs-test-{uuid.uuid4().hex}"
         yield Kit("hot", [root])
         shutil.rmtree(root, ignore_errors=True)
+    elif request.param == "hot-pool":
+        for folder in persistent_folder():
+            yield Kit("hot-pool", [folder])
     elif request.param == "warm-two":
         yield Kit("warm", [tmp_path / "a", tmp_path / "b"])
     else:
@@ -139,8 +166,8 @@ def test_spans_are_answered_only_from_verified_blocks(kit: Kit) -> None:
 def test_verified_blocks_stay_verified_across_runs_unless_the_file_was_touched_or_the_machine_died(
     kit: Kit, between: str
 ) -> None:
-    if kit.hot:
-        pytest.skip("hot keeps nothing across runs")
+    if not kit.persistent:
+        pytest.skip("hot on a tmpfs keeps nothing across runs")
 
     async def test() -> None:
         content = Content(1, 3 * BLOCK + 100)
@@ -155,10 +182,7 @@ def test_verified_blocks_stay_verified_across_runs_unless_the_file_was_touched_o
                 damaged.seek(BLOCK + 4001)
                 damaged.write(bytes([content.bytes[BLOCK + 4001] ^ 1]))
         elif between == "unclean":
-            for database in (path for root in kit.paths for path in root.glob("residency.db")):
-                with contextlib.closing(sqlite3.connect(database)) as db, db:
-                    db.execute("UPDATE meta SET value = '0' WHERE name = 'clean'")
-                    db.execute("UPDATE meta SET value = 'another boot' WHERE name = 'boot'")
+            kit.forget_boot()
         trusted = between == "nothing"
         async with running(kit.tier()) as tier:
             found = await tier.read_span(content.key, span)
@@ -196,7 +220,7 @@ def test_residency_survives_a_restart_where_it_can(kit: Kit) -> None:
         async with running(kit.tier()) as tier:
             await content.fill(tier)
         async with running(kit.tier()) as tier:
-            if kit.hot:
+            if not kit.persistent:
                 assert tier.resident_bytes(content.key) == 0
                 assert kit.files() == []
             else:
@@ -210,8 +234,8 @@ def test_residency_survives_a_restart_where_it_can(kit: Kit) -> None:
 def test_a_failed_save_does_not_forget_which_files_somebody_else_wrote_to(
     kit: Kit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if kit.hot:
-        pytest.skip("hot keeps nothing across runs")
+    if not kit.persistent:
+        pytest.skip("hot on a tmpfs keeps nothing across runs")
 
     async def test() -> None:
         content = Content(1, 3 * BLOCK)
@@ -226,10 +250,10 @@ def test_a_failed_save_does_not_forget_which_files_somebody_else_wrote_to(
 
             def fail(*arguments: object, **named: object) -> None:
                 failures.append(1)
-                raise sqlite3.OperationalError("disk I/O error")
+                raise PmemError(errno.EIO, "I/O error") if kit.hot else sqlite3.OperationalError("disk I/O error")
 
             with monkeypatch.context() as patch:
-                patch.setattr(Residency, "save", fail)
+                patch.setattr(PoolResidency if kit.hot else Residency, "save", fail)
                 for device in tier._devices:
                     await tier._save(device)
             assert failures
@@ -244,8 +268,8 @@ def test_a_failed_save_does_not_forget_which_files_somebody_else_wrote_to(
 
 
 def test_objects_of_another_block_size_are_evicted_when_found(kit: Kit) -> None:
-    if kit.hot:
-        pytest.skip("hot keeps nothing across runs")
+    if not kit.persistent:
+        pytest.skip("hot on a tmpfs keeps nothing across runs")
 
     async def test() -> None:
         content = Content(1, 3 * BLOCK + 100)
@@ -345,8 +369,8 @@ def test_second_pass_over_a_model_larger_than_the_tier_hits_for_most_of_it(kit: 
 
 
 def test_heat_survives_a_restart(kit: Kit) -> None:
-    if kit.hot:
-        pytest.skip("hot keeps nothing across runs")
+    if not kit.persistent:
+        pytest.skip("hot on a tmpfs keeps nothing across runs")
 
     async def test() -> None:
         now_s = [1e9]
@@ -412,7 +436,7 @@ def test_version_and_content_become_one_object(kit: Kit, fuller: str) -> None:
             tier.unpin(by_content)
             assert content.offer(tier, 5) is Offer.ACCEPTED
             await tier.flush()
-        if kit.hot:
+        if not kit.persistent:
             return
         async with running(kit.tier(**tier_settings)) as tier:
             assert tier.statistics().objects == 1
@@ -427,8 +451,8 @@ def test_version_and_content_become_one_object(kit: Kit, fuller: str) -> None:
 
 
 def test_content_that_became_known_while_the_object_was_not_here_is_the_same_object(kit: Kit) -> None:
-    if kit.hot:
-        pytest.skip("hot keeps nothing across runs")
+    if not kit.persistent:
+        pytest.skip("hot on a tmpfs keeps nothing across runs")
 
     async def test() -> None:
         content, known_as = Content(1, 3 * BLOCK), ObjectKey(b"c" * 16)
@@ -521,5 +545,21 @@ def test_automatic_capacity_counts_one_file_system_once(tmp_path: Path) -> None:
         async with running(tier):
             capacity = tier.statistics().capacity_bytes
             assert 0.5 * space.f_bavail * space.f_frsize < capacity < space.f_bavail * space.f_frsize
+
+    run(test)
+
+
+def test_status_says_where_residency_is_kept(kit: Kit) -> None:
+    async def test() -> None:
+        async with running(kit.tier()) as tier:
+            statistics = tier.statistics()
+            expected = {
+                "warm": ("directory", "sqlite", False),
+                "hot": ("tmpfs (volatile)", "none", True),
+                "hot-pool": ("pmem" if DAX else "tmpfs (volatile)", "libpmemobj pool", False),
+            }[kit.kind]
+            assert (statistics.medium, statistics.residency, bool(statistics.residency_reason)) == expected
+            for device in statistics.devices:
+                assert device["residency"] == statistics.residency
 
     run(test)

@@ -324,7 +324,7 @@ def test_unmounted_device_is_lost_and_its_empty_mount_point_is_left_alone(tmp_pa
 
 
 def test_eviction_that_cannot_be_recorded_leaves_the_file(tmp_path: Path) -> None:
-    device = Device(tmp_path, mapped=False, probe_s=1.0)
+    device = Device(tmp_path, mapped=False, probe_s=1.0, block_bytes=BLOCK, capacity_bytes=None)
     device.open()
     content = Content(1, BLOCK)
     device.store.open_object(content.key, BLOCK, create=True).close()

@@ -264,7 +264,7 @@ class _Mount:
                     tier.lender = self._channel
             for tier in tiers:
                 await outer.start(_running, tier)
-                if tier.mapped and tier.statistics().kind == "directory":
+                if tier.mapped and tier.statistics().medium == "directory":
                     log.warning("hot_tier_on_disk path=%s: neither a tmpfs nor DAX is mounted there", config.hot)
             pool = BufferPool(limit_bytes=config.memory.limit, block_bytes=block_bytes)
             cache = BlockCache(

@@ -56,8 +56,9 @@ def _print(answer: dict[str, Any]) -> None:
     for name, tier in answer["tiers"].items():
         trouble = f"  {tier['state']}: {tier['reason']}" if tier["state"] != "ok" else ""
         console.print(
-            f"{name:6}  {format_bytes(tier['used_bytes'])} of {format_bytes(tier['capacity_bytes'])} ({tier['kind']}),"
-            f" hits {tier['hit_blocks']}, evicted {tier['evicted_blocks']}, corrupt {tier['corrupt_blocks']},"
+            f"{name:6}  {format_bytes(tier['used_bytes'])} of {format_bytes(tier['capacity_bytes'])} ({tier['medium']},"
+            f" residency: {tier['residency']}), hits {tier['hit_blocks']},"
+            f" evicted {tier['evicted_blocks']}, corrupt {tier['corrupt_blocks']},"
             f" bypassed {tier['bypassed_blocks']}, skipped {tier['skipped_blocks']}{trouble}"
         )
     console.print(

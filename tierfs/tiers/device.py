@@ -23,7 +23,8 @@ from tierfs.blocks.ids import BlockDigest, ObjectKey
 from tierfs.tiers.index import Entry
 from tierfs.tiers.interface import Lease
 from tierfs.tiers.objects import ObjectStore, OpenObject, allocated_bytes, is_object
-from tierfs.tiers.residency import NO_STAMP, Residency, Stored, StoredObject, boot_id, result_code
+from tierfs.tiers.persistence import PersistedResidency, Wanted, open_persistence
+from tierfs.tiers.residency import NO_STAMP, Stored, StoredObject, boot_id, result_code
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -60,9 +61,15 @@ class Loaded:
 
 
 class Device:
-    """See the head of the file. ``state`` is ok, degraded or lost."""
+    """See the head of the file. ``state`` is ok, degraded or lost.
 
-    def __init__(self, root: Path, *, mapped: bool, probe_s: float) -> None:
+    ``block_bytes`` and ``capacity_bytes`` (of the tier; None: all of the device) size what it must be able to record.
+    """
+
+    def __init__(
+        self, root: Path, *, mapped: bool, probe_s: float, block_bytes: int, capacity_bytes: int | None,
+        residency: Wanted = "asked",
+    ) -> None:  # fmt: skip
         self.root = root
         self.store = ObjectStore(root, mapped=mapped)
         self.state = "lost"
@@ -86,7 +93,11 @@ class Device:
         self.unverified: set[ObjectKey] = set()
         self.heat_changed = False
         self._mapped = mapped
-        self._residency: Residency | None = None
+        self.medium = self.residency_kind = self.residency_reason = ""  # for people, once it was opened
+        self._block_bytes = block_bytes
+        self._capacity_bytes = capacity_bytes
+        self._wanted: Wanted = residency
+        self._residency: PersistedResidency | None = None
         self._buried: dict[ObjectKey, str] = {}  # by a remove that then failed
         self._housekeeping = trio.CapacityLimiter(1)
         self._probe_s = probe_s
@@ -132,9 +143,13 @@ class Device:
         residency = None
         try:
             loaded = Loaded()
-            if not (self._mapped and store.medium == "tmpfs"):
-                residency = Residency(self.root / "residency.db", boot=boot_id())
-                loaded.stored = residency.open()
+            size_bytes = store.size_bytes()
+            found = open_persistence(
+                self.root, mapped=self._mapped, medium=store.medium, wanted=self._wanted, boot=boot_id(),
+                capacity_bytes=min(self._capacity_bytes or size_bytes, size_bytes), block_bytes=self._block_bytes,
+            )  # fmt: skip
+            residency, loaded.stored = found.residency, found.stored
+            if residency is not None:
                 store.fill_reserve()
             store.upgrade_format()
             loaded.dying = store.dying()
@@ -146,6 +161,7 @@ class Device:
             store.close()
             raise
         self.store, self._residency, self.free_bytes = store, residency, free_bytes
+        self.medium, self.residency_kind, self.residency_reason = found.medium, found.kind, found.reason
         self._buried = {}  # they were found among the dying ones
         self._device_number = store.device_number()
         return loaded
@@ -160,7 +176,7 @@ class Device:
         if place.stat().st_dev != self._device_number:
             raise TierFailed(f"tier directory {self.root} is on another device than before: mount its device again")
 
-    def _reconcile(self, store: ObjectStore, residency: Residency | None, loaded: Loaded) -> None:
+    def _reconcile(self, store: ObjectStore, residency: PersistedResidency | None, loaded: Loaded) -> None:
         known = {stored.name: stored for stored in loaded.stored.objects if stored.sound()}
         swept = 0
         sizes: dict[ObjectKey, int] = {}
@@ -196,10 +212,9 @@ class Device:
         if self._residency is not None:
             self._residency.hand_out(name)
 
-    def commit(self, objects: Sequence[StoredObject]) -> None:
-        """Make durable blocks resident for the next run."""
-        if self._residency is not None:
-            self._residency.commit(objects)
+    def commit(self, objects: Sequence[StoredObject]) -> Collection[ObjectKey]:
+        """Make durable blocks resident for the next run; the names of those for which it has no room."""
+        return self._residency.commit(objects) if self._residency is not None else ()
 
     def remove(self, names: Sequence[ObjectKey], handed_out: Collection[ObjectKey] = ()) -> dict[ObjectKey, str]:
         """Residency first, then the files. Those handed out are moved to the dying ones: returns their names there."""
@@ -245,7 +260,7 @@ class Device:
             for name, blocks in dropped.items():
                 self._residency.remove_blocks(name, blocks)
 
-    def residency(self) -> Residency | None:
+    def residency(self) -> PersistedResidency | None:
         """The database, None where nothing is persisted."""
         return self._residency
 

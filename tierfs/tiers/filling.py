@@ -264,10 +264,12 @@ class Filler:
                         entry.model_bytes, entry.last_use_s, aliases=list(entry.aliases),
                     )  # fmt: skip
                 rows[entry].blocks.append((write.block, write.digest))
-            if rows:
-                await device.blocking(device.commit, list(rows.values()))
+            refused = await device.blocking(device.commit, list(rows.values())) if rows else ()
+        if refused:  # its residency can hold no more objects: colder ones give way, and these are offered again
+            self._statistics.bypassed_blocks += sum(write.entry.name in refused for write in alive)
+            self._on_full(device, alive[0].entry.model, 1)
         for write in alive:
-            if not write.entry.removing:
+            if not write.entry.removing and write.entry.name not in refused:
                 write.entry.fill(write.block, write.digest)
                 write.entry.verified[write.block] = 1  # as durable as a local file: a whole-block read compares again
                 self._statistics.written_blocks += 1

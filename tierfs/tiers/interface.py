@@ -118,6 +118,9 @@ class TierStatistics:
     state: str = "ok"  # ok, degraded, failed
     reason: str = ""
     kind: str = ""  # what the medium is: directory, tmpfs, dax
+    medium: str = ""  # what that means, for people: pmem, tmpfs (volatile), directory
+    residency: str = ""  # where it is kept: libpmemobj pool, sqlite, none
+    residency_reason: str = ""  # why not in a pool, where the tier is mapped
     handed_out: int = 0  # opens that got a whole object to read without us
     kept_back: dict[str, int] = field(default_factory=dict)  # reason -> opens that got no object, all of it here
     devices: list[dict[str, object]] = field(default_factory=list)

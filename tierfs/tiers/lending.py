@@ -181,7 +181,7 @@ class Lending:
             if not entry.handed_out_saved:
                 try:
                     await device.blocking(device.hand_out, entry.name)
-                except sqlite3.Error as error:
+                except (OSError, sqlite3.Error) as error:
                     device.fault(error)
                     return False
                 entry.handed_out_saved = True

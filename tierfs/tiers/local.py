@@ -29,6 +29,7 @@ from tierfs.tiers.index import Entry, Index
 from tierfs.tiers.interface import Lease, Lender, LentFile, ObjectFacts, Offer, Part, TierStatistics
 from tierfs.tiers.lending import Lending
 from tierfs.tiers.objects import PAGE_BYTES
+from tierfs.tiers.persistence import Wanted
 from tierfs.tiers.placement import Placement
 from tierfs.tiers.reading import Reader
 from tierfs.tiers.removing import Removals
@@ -54,6 +55,7 @@ class DirectoryTier:
     ``write_queue_bytes`` bounds what is accepted and not written yet.
     ``mapped``: read through mappings (tmpfs, DAX); on a tmpfs nothing is persisted. ``clock`` gives seconds for heat;
     it must go on across restarts. ``probe_s``: how often a device is looked at; doubled while it stays out of service.
+    ``residency``: see persistence.py.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class DirectoryTier:
         clock: Callable[[], float] = time.time,
         probe_s: float = 2.0,
         open_objects: int = _OPEN_OBJECTS,
+        residency: Wanted = "asked",
     ) -> None:
         assert paths
         self.name = name
@@ -80,7 +83,13 @@ class DirectoryTier:
         self._write_queue_bytes = write_queue_bytes
         self._clock = clock
         self._statistics = TierStatistics(name, capacity_bytes or 0)
-        self._devices = [Device(Path(path), mapped=mapped, probe_s=probe_s) for path in paths]
+        self._devices = [
+            Device(
+                Path(path), mapped=mapped, probe_s=probe_s, block_bytes=block_bytes, capacity_bytes=capacity_bytes,
+                residency=residency,
+            )
+            for path in paths
+        ]  # fmt: skip
         self._index = Index()
         self._space = Space()
         self._placement = Placement()
@@ -121,6 +130,8 @@ class DirectoryTier:
                 "state": device.state,
                 "reason": device.reason,
                 "medium": device.store.medium,
+                "residency": device.residency_kind,
+                "residency_reason": device.residency_reason,
                 "direct": device.store.direct,
                 "free_bytes": device.free_bytes,
                 "used_bytes": sum(entry.allocated_bytes for entry in self._index if entry.device is device),
@@ -136,6 +147,9 @@ class DirectoryTier:
             state="failed" if lost or not self._running else "degraded" if out else "ok",
             reason="; ".join(f"{device.root}: {device.reason}" for device in out),
             kind=self._devices[0].store.medium,
+            medium=self._devices[0].medium,
+            residency=self._devices[0].residency_kind,
+            residency_reason=self._devices[0].residency_reason,
             devices=devices,
         )
 
@@ -397,7 +411,7 @@ class DirectoryTier:
                     ),
                     abandon=abandon,
                 )
-            except sqlite3.Error as error:
+            except (OSError, sqlite3.Error) as error:
                 # What else is lost costs time. This must be saved before any later stamp of those files is, or the next
                 # run would trust blocks that somebody else wrote to.
                 device.unverified |= unverified

@@ -283,7 +283,7 @@ class Reader:
                     await device.blocking(device.forget, [entry.name])
                 else:
                     await device.blocking(device.remove_blocks, {entry.name: [block]})
-        except sqlite3.Error as error:
+        except (OSError, sqlite3.Error) as error:
             device.fault(error)
         finally:
             if entry.handed_out:

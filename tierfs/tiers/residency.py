@@ -1,5 +1,5 @@
-"""Residency of one device, persisted: SQLite (WAL) beside the objects. Called by device.py,
-in a thread, one call at a time.
+"""Residency of one device, persisted: SQLite (WAL) beside the objects; see persistence.py for when. Called by
+device.py, in a thread, one call at a time.
 
 What must hold, so that a crash costs refetches and never a wrong byte:
 - filling: the data is durable before the row; synchronous=NORMAL, since a row lost to a power cut is only a refetch;
@@ -17,7 +17,7 @@ import contextlib
 import logging
 import os
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -129,8 +129,11 @@ class Residency:
             stored.replaced = aside
             return stored
 
-    def commit(self, objects: Iterable[StoredObject]) -> None:
-        """Add these objects' blocks (durable already, from verified buffers) in one transaction."""
+    def commit(self, objects: Iterable[StoredObject]) -> Collection[ObjectKey]:
+        """Add these objects' blocks (durable already, from verified buffers) in one transaction.
+
+        Returns the names of those for which there was no room: there is for all.
+        """
         with self._transaction("NORMAL") as db:
             for stored in objects:
                 db.execute(
@@ -147,6 +150,7 @@ class Residency:
                 db.executemany(
                     "INSERT OR REPLACE INTO aliases VALUES (?, ?)", [(alias, number) for alias in stored.aliases]
                 )
+        return ()
 
     def remove_objects(self, names: Sequence[ObjectKey]) -> None:
         """Durably forget these objects; only then may their files be unlinked."""
