@@ -1,0 +1,85 @@
+"""The harness's command: boot the test VM and run pytest, a shell or any command in it.
+
+    python -m tests.vm.main [--limit SECONDS] [--keep DIRECTORY] [--shell | --run COMMAND...] [PYTEST ARGUMENT...]
+
+Called by run.sh, which installs what this needs. Ends with pytest's (or the command's) status; 124 where the limit was
+reached, 125 where the guest died, 77 where there can be no VM on this machine, with the reason as the last line.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.vm.kernel import Unavailable, find_or_build
+from tests.vm.qemu import ROOT, Ending, Machine, Outcome
+
+LIMIT_S = 600.0
+AT_LIMIT, DIED, UNAVAILABLE = 124, 125, 77
+PYTEST = ("-m", "pytest", "-m", "vm", "-p", "no:cacheprovider", "-o", "timeout=240", "--durations=5")
+
+
+def main() -> int:
+    """Parse, boot, report."""
+    parser = argparse.ArgumentParser(prog="tests/vm/run.sh", description=__doc__.partition("\n")[0])
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="kill the guest after so many seconds")
+    parser.add_argument("--keep", type=Path, help="keep images, share and logs in this directory, and use them again")
+    parser.add_argument("--shell", action="store_true", help="a shell in the guest instead of tests")
+    parser.add_argument("--run", action="store_true", help="the arguments are a command for the guest, not for pytest")
+    options, arguments = parser.parse_known_args()
+    scratch = options.keep or Path(tempfile.mkdtemp(prefix="tierfs-vm."))
+    try:
+        machine = Machine(kernel=find_or_build(), directory=scratch.absolute())
+        print(f"vm: {machine.kernel.name}, {machine.accelerator}", file=sys.stderr)
+        if options.shell:
+            return _shell(machine)
+        environment = prepare(machine)
+        job = arguments if options.run else pytest_job(arguments)
+        with machine.boot(job, environment=environment) as guest:
+            outcome = guest.wait(limit_s=options.limit, echo=True)
+        print(f"vm: {outcome.describe()}", file=sys.stderr)
+        return exit_status(outcome)
+    except Unavailable as error:
+        print(f"vm: no test VM here: {error}", file=sys.stderr)
+        return UNAVAILABLE
+    finally:
+        if options.keep is None:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def pytest_job(arguments: list[str]) -> list[str]:
+    """The command that runs the tests marked vm; the junit file is /share/junit.xml."""
+    paths = [] if any(not argument.startswith("-") for argument in arguments) else ["tests/vm"]
+    python = str(ROOT / ".venv" / "bin" / "python")
+    return [python, *PYTEST, "--junitxml=/share/junit.xml", "--basetemp=/tmp/tierfs-vm-tests", *arguments, *paths]
+
+
+def prepare(machine: Machine) -> dict[str, str]:
+    """Build on the host what would take long in the guest; returns the variables that tell the guest of it."""
+    machine.share.mkdir(parents=True, exist_ok=True)
+    program = machine.share / "tierfs-channel"
+    sources = sorted(str(path) for path in (ROOT / "mount-helpers" / "channel").glob("*.c"))
+    flags = ["-std=c11", "-D_GNU_SOURCE", "-O2", "-g", "-pthread"]
+    subprocess.run(["gcc", *flags, *sources, "-o", str(program)], check=True, timeout=120)
+    return {"TIERFS_CHANNEL_PROGRAM": "/share/tierfs-channel", "PYTHONPATH": str(ROOT)}
+
+
+def exit_status(outcome: Outcome) -> int:
+    """What this command ends with."""
+    if outcome.status is not None:
+        return outcome.status
+    return AT_LIMIT if outcome.ending is Ending.LIMIT else DIED
+
+
+def _shell(machine: Machine) -> int:
+    environment = {**prepare(machine), "TERM": os.environ.get("TERM", "dumb")}
+    job = ["setsid", "--ctty", "--wait", "bash", "-c", "exec bash -i </dev/ttyS0 >/dev/ttyS0 2>&1"]
+    with machine.boot(job, environment=environment, interactive=True) as guest:
+        return exit_status(guest.wait(limit_s=float("inf")))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
