@@ -19,7 +19,8 @@ from tests.vm.qemu import ROOT, Ending, Machine, Outcome
 
 LIMIT_S = 600.0
 AT_LIMIT, DIED, UNAVAILABLE = 124, 125, 77
-PYTEST = ("-m", "pytest", "-m", "vm", "-p", "no:cacheprovider", "-o", "timeout=240", "--durations=5")
+PYTEST = ("-m", "pytest", "-m", "vm", "-p", "no:cacheprovider", "-o", "timeout=240")
+REPORT = ("--color=no", "--tb=short", "--durations=5")
 
 
 def main() -> int:
@@ -54,7 +55,15 @@ def pytest_job(arguments: list[str]) -> list[str]:
     """The command that runs the tests marked vm; the junit file is /share/junit.xml."""
     paths = [] if any(not argument.startswith("-") for argument in arguments) else ["tests/vm"]
     python = str(ROOT / ".venv" / "bin" / "python")
-    return [python, *PYTEST, "--junitxml=/share/junit.xml", "--basetemp=/tmp/tierfs-vm-tests", *arguments, *paths]
+    return [
+        python,
+        *PYTEST,
+        *REPORT,
+        "--junitxml=/share/junit.xml",
+        "--basetemp=/tmp/tierfs-vm-tests",
+        *arguments,
+        *paths,
+    ]
 
 
 def prepare(machine: Machine) -> dict[str, str]:
@@ -64,6 +73,8 @@ def prepare(machine: Machine) -> dict[str, str]:
     sources = sorted(str(path) for path in (ROOT / "mount-helpers" / "channel").glob("*.c"))
     flags = ["-std=c11", "-D_GNU_SOURCE", "-O2", "-g", "-pthread"]
     subprocess.run(["gcc", *flags, *sources, "-o", str(program)], check=True, timeout=120)
+    compiled = ["tierfs", "tests/integration", "tests/vm"]
+    subprocess.run([sys.executable, "-m", "compileall", "-q", *compiled], cwd=ROOT, check=True, timeout=120)
     return {"TIERFS_CHANNEL_PROGRAM": "/share/tierfs-channel", "PYTHONPATH": str(ROOT)}
 
 
