@@ -1,6 +1,6 @@
 """The harness's command: boot the test VM and run pytest, a shell or any command in it.
 
-    python -m tests.vm.main [--limit SECONDS] [--keep DIRECTORY] [--shell | --run COMMAND...] [PYTEST ARGUMENT...]
+    python -m tests.vm.main [--limit SECONDS] [--keep DIRECTORY] [--prepare | --shell | --run] [ARGUMENT...]
 
 Called by run.sh, which installs what this needs. Ends with pytest's (or the command's) status; 124 where the limit was
 reached, 125 where the guest died, 77 where there can be no VM on this machine, with the reason as the last line.
@@ -30,25 +30,25 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="keep images, share and logs in this directory, and use them again")
     parser.add_argument("--shell", action="store_true", help="a shell in the guest instead of tests")
     parser.add_argument("--run", action="store_true", help="the arguments are a command for the guest, not for pytest")
+    parser.add_argument("--prepare", action="store_true", help="only install and download what a boot needs")
     options, arguments = parser.parse_known_args()
-    scratch = options.keep or Path(tempfile.mkdtemp(prefix="tierfs-vm."))
     try:
-        machine = Machine(kernel=find_or_build(), directory=scratch.absolute())
-        print(f"vm: {machine.kernel.name}, {machine.accelerator}", file=sys.stderr)
-        if options.shell:
-            return _shell(machine)
-        environment = prepare(machine)
-        job = arguments if options.run else pytest_job(arguments)
-        with machine.boot(job, environment=environment) as guest:
-            outcome = guest.wait(limit_s=options.limit, echo=True)
-        print(f"vm: {outcome.describe()}", file=sys.stderr)
-        return exit_status(outcome)
+        kernel = find_or_build()
+        if options.prepare:
+            return 0
+        scratch = options.keep or Path(tempfile.mkdtemp(prefix="tierfs-vm."))
+        machine = Machine(kernel=kernel, directory=scratch.absolute())
+        print(f"vm: {kernel.name}, {machine.accelerator}", file=sys.stderr)
+        status = DIED
+        try:
+            status = _shell(machine) if options.shell else _run(machine, arguments, options)
+        finally:
+            if options.keep is None:
+                _discard(machine, keep_logs=status != 0 and not options.shell)
+        return status
     except Unavailable as error:
         print(f"vm: no test VM here: {error}", file=sys.stderr)
         return UNAVAILABLE
-    finally:
-        if options.keep is None:
-            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def pytest_job(arguments: list[str]) -> list[str]:
@@ -83,6 +83,22 @@ def exit_status(outcome: Outcome) -> int:
     if outcome.status is not None:
         return outcome.status
     return AT_LIMIT if outcome.ending is Ending.LIMIT else DIED
+
+
+def _run(machine: Machine, arguments: list[str], options: argparse.Namespace) -> int:
+    job = arguments if options.run else pytest_job(arguments)
+    with machine.boot(job, environment=prepare(machine)) as guest:
+        outcome = guest.wait(limit_s=options.limit, echo=True)
+    print(f"vm: {outcome.describe()}", file=sys.stderr)
+    return exit_status(outcome)
+
+
+def _discard(machine: Machine, *, keep_logs: bool) -> None:
+    """Remove what nobody asked for; after a failure the console and the share stay."""
+    for image in (machine.nvdimm, machine.nvme):
+        image.unlink(missing_ok=True)
+    if not keep_logs:
+        shutil.rmtree(machine.directory, ignore_errors=True)
 
 
 def _shell(machine: Machine) -> int:

@@ -41,7 +41,7 @@ def test_a_map_of_a_hot_model_is_persistent_memory_itself(tmp_path: Path) -> Non
     source = tmp_path / "source"
     content = write_model(source / "m" / "weights.bin", SIZE_BYTES, seed=1)
     expected = xxhash.xxh3_128_digest(content)
-    with Server(source, tmp_path / "served") as server, Mounted(server.url, tmp_path, "tiers") as mounted:
+    with Server(source, tmp_path / "served") as server, Mounted(server.url, tmp_path, "tiers", hot="") as mounted:
         place = mounted.path / "m" / "weights.bin"
         assert place.read_bytes() == content  # cold
 
