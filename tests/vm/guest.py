@@ -53,12 +53,14 @@ def drop_caches() -> None:
 class Mounted:
     """A mount in channel mode, warm on the NVMe disk and hot on the NVDIMM; a context manager that unmounts it.
 
-    ``hot`` and ``warm`` are more lines of those tables; without ``hot`` there is no such tier.
+    ``hot``, ``warm`` and ``source`` are more lines of those tables; without ``hot`` there is no such tier.
     ``directory`` gets the mountpoint and the configuration; ``name`` tells its tiers and its state, on the devices,
     from those of others, and finds them again after a power cut.
     """
 
-    def __init__(self, url: str, directory: Path, name: str, *, hot: str | None = None, warm: str = "") -> None:
+    def __init__(
+        self, url: str, directory: Path, name: str, *, hot: str | None = None, warm: str = "", source: str = ""
+    ) -> None:
         self.path = directory / "mnt"
         self.hot = PMEM / name / "hot"
         self.warm = NVME / name / "warm"
@@ -67,7 +69,7 @@ class Mounted:
         self.state = NVME / name / "state"
         self._config.write_text(
             f'state_dir = "{self.state}"\n'
-            f'[source]\nurl = "{url}"\ntimeout = "120s"\n'
+            f'[source]\nurl = "{url}"\ntimeout = "120s"\n{source}\n'
             + (f'[hot]\npath = "{self.hot}"\n{hot}\n' if hot is not None else "")
             + f'[warm]\npath = "{self.warm}"\n{warm}\n'
             '[memory]\nlimit = "96MiB"\n'

@@ -1,5 +1,7 @@
 """On the host: boot the test VM for the tests marked vm, and for power cuts. Skipped where there can be no VM."""
 
+import json
+import os
 import random
 import shutil
 import subprocess
@@ -17,8 +19,9 @@ from tests.vm.qemu import ROOT, Machine
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(int(LIMIT_S) + 300)]
 
 RUN = ["bash", str(ROOT / "tests" / "vm" / "run.sh")]
-MODELS = 10
-POWER_CUTS = 2
+MODELS = 12
+POWER_CUTS = int(os.environ.get("TIERFS_VM_POWER_CUTS", "2"))
+SEED = int(os.environ.get("TIERFS_VM_SEED", "4"))
 CUT_LIMIT_S = 240.0
 
 
@@ -59,11 +62,18 @@ def test_every_test_marked_vm_passes_in_the_guest(harness: None, directory: Path
 def test_a_power_cut_leaves_no_wrong_byte_in_the_warm_tier(harness: None, directory: Path) -> None:
     machine = Machine(kernel=find_or_build(), directory=directory)
     source = machine.share / "source"
-    content = random.Random(4)
+    content = random.Random(SEED)
     for number in range(MODELS):
         (source / f"m{number}").mkdir(parents=True)
         for part in range(2):
-            (source / f"m{number}" / f"part{part}.bin").write_bytes(content.randbytes((2 << 20) + 1013 * number + part))
+            (source / f"m{number}" / f"part{part}.bin").write_bytes(
+                content.randbytes((400 << 10) + 1013 * number + part)
+            )
     job = [str(ROOT / ".venv" / "bin" / "python"), "-m", "tests.vm.fill_job"]
-    power_cuts(machine, job, environment=prepare(machine), cuts=POWER_CUTS, spread_s=8.0, limit_s=CUT_LIMIT_S, seed=4)
+    power_cuts(
+        machine, job, environment=prepare(machine), cuts=POWER_CUTS, spread_s=8.0, limit_s=CUT_LIMIT_S, seed=SEED
+    )
+    reports = [json.loads((machine.share / f"boot{number}.json").read_text()) for number in range(POWER_CUTS + 1)]
+    print(f"seed {SEED}:", *reports)
+    assert reports[-1]["resident_blocks"] > 0, "nothing was resident when the power went"
     shutil.rmtree(source)
