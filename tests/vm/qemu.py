@@ -138,8 +138,12 @@ class Machine:
         return line
 
 
-# panic=-1 and -no-reboot: a guest that panics ends QEMU. The mitigations are for a guest that somebody attacks.
-_KERNEL_ARGUMENTS = "console=ttyS0 quiet panic=-1 mitigations=off nokaslr tsc=reliable random.trust_cpu=on"
+# panic=-1 and -no-reboot: a guest that panics ends QEMU. The mitigations are for a guest that somebody attacks. Where the
+# host is busy, the emulated timer is too late for the kernel's check of it, which would panic: no_timer_check.
+_KERNEL_ARGUMENTS = (
+    "console=ttyS0 quiet panic=-1 mitigations=off nokaslr tsc=reliable random.trust_cpu=on no_timer_check"
+)
+
 # A second emulated processor costs twice the time of the first for what one process does alone (starting Python), and
 # a fifth level of page tables is walked in software, too.
 _ACCELERATORS = {
@@ -162,6 +166,11 @@ class Guest:
         else:
             with self.log.open("wb") as log:
                 self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    @property
+    def pid(self) -> int:
+        """QEMU's."""
+        return self._process.pid
 
     def __enter__(self) -> "Guest":
         return self

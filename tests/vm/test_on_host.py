@@ -14,7 +14,7 @@ import pytest
 from tests.vm.kernel import find_or_build
 from tests.vm.main import LIMIT_S, UNAVAILABLE, prepare
 from tests.vm.power_cuts import power_cuts
-from tests.vm.qemu import ROOT, Machine
+from tests.vm.qemu import ROOT, Ending, Machine
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(int(LIMIT_S) + 300)]
 
@@ -42,6 +42,14 @@ def directory(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
     for image in tmp_path.glob("*.img"):
         image.unlink()
+
+
+def test_a_guest_that_does_not_end_is_killed_at_the_limit(harness: None, directory: Path) -> None:
+    machine = Machine(kernel=find_or_build(), directory=directory)
+    with machine.boot(["sleep", "infinity"]) as guest:
+        outcome = guest.wait(limit_s=2)
+        assert not Path(f"/proc/{guest.pid}").exists()
+    assert (outcome.ending, outcome.status) == (Ending.LIMIT, None)
 
 
 def test_every_test_marked_vm_passes_in_the_guest(harness: None, directory: Path) -> None:
