@@ -138,8 +138,8 @@ class Machine:
         return line
 
 
-# panic=-1 and -no-reboot: a guest that panics ends QEMU. The mitigations are for a guest that somebody attacks. Where the
-# host is busy, the emulated timer is too late for the kernel's check of it, which would panic: no_timer_check.
+# panic=-1 and -no-reboot: a guest that panics ends QEMU. The mitigations are for a guest that somebody attacks.
+# no_timer_check: on a busy host the emulated timer is too late for the kernel's check of it, which would then panic.
 _KERNEL_ARGUMENTS = (
     "console=ttyS0 quiet panic=-1 mitigations=off nokaslr tsc=reliable random.trust_cpu=on no_timer_check"
 )
