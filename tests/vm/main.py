@@ -1,6 +1,7 @@
 """The harness's command: boot the test VM and run pytest, a shell or any command in it.
 
-    python -m tests.vm.main [--limit SECONDS] [--keep DIRECTORY] [--prepare | --shell | --run] [ARGUMENT...]
+    python -m tests.vm.main [--limit SECONDS] [--keep DIRECTORY] [PYTEST ARGUMENT...]
+    python -m tests.vm.main [--limit SECONDS] [--keep DIRECTORY] --run COMMAND...     or --shell, or --prepare
 
 Called by run.sh, which installs what this needs. Ends with pytest's (or the command's) status; 124 where the limit was
 reached, 125 where the guest died, 77 where there can be no VM on this machine, with the reason as the last line.
@@ -9,6 +10,7 @@ reached, 125 where the guest died, 77 where there can be no VM on this machine, 
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,18 +27,19 @@ REPORT = ("--color=no", "--tb=short", "--durations=5")
 
 def main() -> int:
     """Parse, boot, report."""
-    parser = argparse.ArgumentParser(prog="tests/vm/run.sh", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="tests/vm/run.sh", description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="kill the guest after so many seconds")
     parser.add_argument("--keep", type=Path, help="keep images, share and logs in this directory, and use them again")
     parser.add_argument("--shell", action="store_true", help="a shell in the guest instead of tests")
-    parser.add_argument("--run", action="store_true", help="the arguments are a command for the guest, not for pytest")
+    parser.add_argument("--run", nargs=argparse.REMAINDER, help="what follows is a command for the guest")
     parser.add_argument("--prepare", action="store_true", help="only install and download what a boot needs")
-    options, arguments = parser.parse_known_args()
+    options, arguments = parser.parse_known_args()  # the rest is for pytest
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that images and guest go then, too
     try:
         kernel = find_or_build()
         if options.prepare:
             return 0
-        scratch = options.keep or Path(tempfile.mkdtemp(prefix="tierfs-vm."))
+        scratch = options.keep or Path(tempfile.mkdtemp(prefix=f"tierfs-vm.{os.getpid()}."))
         machine = Machine(kernel=kernel, directory=scratch.absolute())
         print(f"vm: {kernel.name}, {machine.accelerator}", file=sys.stderr)
         status = DIED
@@ -86,7 +89,7 @@ def exit_status(outcome: Outcome) -> int:
 
 
 def _run(machine: Machine, arguments: list[str], options: argparse.Namespace) -> int:
-    job = arguments if options.run else pytest_job(arguments)
+    job = options.run or pytest_job(arguments)
     with machine.boot(job, environment=prepare(machine)) as guest:
         outcome = guest.wait(limit_s=options.limit, echo=True)
     print(f"vm: {outcome.describe()}", file=sys.stderr)
