@@ -8,7 +8,10 @@ import pytest
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = _no_fuse()
+    in_vm = "TIERFS_TEST_VM" in os.environ
     for item in items:
+        if not in_vm and item.get_closest_marker("vm"):
+            item.add_marker(pytest.mark.skip(reason="runs inside the test VM (tests/vm/run.sh)"))
         if reason and item.get_closest_marker("fuse"):
             item.add_marker(pytest.mark.skip(reason=reason))
 

@@ -2,8 +2,9 @@
 # Every test: bash tests/run.sh [--fast] [PYTEST ARGUMENT...]
 #
 # Installs what is missing (see examples/setup.sh), then ruff, mypy and pytest; ends non-zero if any of them complains,
-# or if the tests left a mount or a process behind. --fast stays under a minute: no slow tests, of the real mounts only
-# those marked smoke, and no demo models.
+# or if the tests left a mount or a process behind. The tests that need persistent memory run in a virtual machine
+# (tests/vm/README.md), and are skipped where there can be none. --fast stays under a minute: no slow tests and no virtual
+# machine, of the real mounts only those marked smoke, and no demo models.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
