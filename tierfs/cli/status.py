@@ -65,6 +65,8 @@ def _print(answer: dict[str, Any]) -> None:
         f"memory  {format_bytes(memory['used_bytes'])} of {format_bytes(memory['limit_bytes'])};"
         f" oldest request {answer['oldest_request_s']:.1f} s, open files {answer['open_files']}"
     )
+    for note in memory["notes"]:
+        console.print(f"        {note}")
     console.print(
         f"kernel  read-ahead {format_bytes(kernel['read_ahead_bytes'])}, background {kernel['max_background']}"
     )
