@@ -73,7 +73,7 @@ def _print(answer: dict[str, Any]) -> None:
     channel = answer["channel"]
     if channel is not None:
         kept_back = sum(sum(tier["kept_back"].values()) for tier in answer["tiers"].values())
-        reason = "" if kernel["passthrough"] else f" (none: {kernel['passthrough_reason']})"
+        reason = "" if kernel["passthrough"] else f" (none: {kernel['passthrough_reason']}; see `tierfs doctor`)"
         console.print(
             f"channel pid {channel['pid']}, daemon {channel['epoch']} of this mount; passthrough{reason}:"
             f" opens {channel['passthrough_opens']}, held back {channel['held_back_opens']},"

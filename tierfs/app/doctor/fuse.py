@@ -123,17 +123,17 @@ def _requests(facts: FuseFacts) -> list[Finding]:
             )
         )
     for name, limit_s in (
-        ("max_request_timeout", facts.max_request_timeout_s),
-        ("default_request_timeout", facts.default_request_timeout_s),
+        ("fuse.max_request_timeout", facts.max_request_timeout_s),
+        ("fuse.default_request_timeout", facts.default_request_timeout_s),
     ):
         if limit_s and limit_s <= facts.longest_wait_s:
             findings.append(
                 problem(
-                    f"fuse.{name}",
-                    f"the kernel gives a request {limit_s} s (fs.fuse.{name}), the configuration"
+                    name,
+                    f"the kernel gives a request {limit_s} s (fs.{name}), the configuration"
                     f" {format_duration(facts.longest_wait_s)}",
                     "the kernel ends the whole mount when one request takes longer, as while the daemon restarts",
-                    f"sysctl -w fs.fuse.{name}=0, or set mount.restart_grace and mount.request_timeout below it",
+                    f"sysctl -w fs.{name}=0, or set mount.restart_grace and mount.request_timeout below it",
                 )
             )
     return findings

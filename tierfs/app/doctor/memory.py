@@ -23,6 +23,7 @@ class MemoryFacts:
     """``tmpfs_options``: of the tmpfs the hot tier lies on; None where it lies on something else, or there is none."""
 
     room: MemoryRoom
+    running: bool = False  # a daemon with this configuration has its part of the memory already
     memory_limit_bytes: int = 0  # 0: no configuration
     hot_bytes: int = 0  # of a hot tier on a tmpfs
     hot_path: str = ""
@@ -45,6 +46,7 @@ def look(config: MountConfig | None, daemon_pid: int | None, root: Path = Path("
     volatile = entry is not None and entry.file_system in _TMPFS
     return MemoryFacts(
         room=memory_room(pid, root),
+        running=daemon_pid is not None,
         memory_limit_bytes=0 if config is None else config.memory.limit,
         hot_bytes=hot.capacity if hot is not None and volatile else 0,
         hot_path="" if hot is None else str(hot.path),
@@ -72,7 +74,12 @@ def _budget(facts: MemoryFacts) -> list[Finding]:
         what, _, rest = wrong.partition(": ")
         why, _, mend = rest.partition("; ")
         return [problem("memory.budget", what, why, mend)]
-    return [ok("memory.budget", f"buffers and a hot tier in memory may take {format_bytes(wanted)}; {has}")]
+    may_take = f"buffers and a hot tier in memory may take {format_bytes(wanted)}; {has}"
+    if wanted > room.available_bytes and not facts.running:
+        why = "as the tier fills, the kernel drops page cache, swaps, and then ends processes"
+        mend = "end what else takes memory, or lower hot.capacity and memory.limit"
+        return [warning("memory.budget", may_take, why, mend)]
+    return [ok("memory.budget", may_take)]
 
 
 def _tmpfs(facts: MemoryFacts) -> list[Finding]:
