@@ -1,6 +1,7 @@
 """`tierfs doctor [CONFIG] [--measure] [--json]`: what is missing on this machine, and how to get it."""
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -32,7 +33,10 @@ def doctor(
         print(json.dumps(as_document(found), indent=2))
     else:
         _print(found)
-    raise typer.Exit(1 if found.count(Level.PROBLEM) else 0)
+    problems = found.count(Level.PROBLEM)
+    if problems:
+        print(f"tierfs: {problems} of the findings are problems: each has its mend line", file=sys.stderr)
+        raise typer.Exit(1)
 
 
 def as_document(found: Examination) -> dict[str, object]:

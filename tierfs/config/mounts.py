@@ -61,9 +61,9 @@ def mount_of(path: Path, table: Sequence[MountEntry]) -> MountEntry | None:
 
 
 def nearest_existing(path: Path) -> Path:
-    """The path, or of what is above it the nearest that exists; absolute and without symlinks."""
+    """The path, or of what is above it the nearest that exists and can be seen; absolute and without symlinks."""
     whole = path.absolute()
-    return next(place for place in (whole, *whole.parents) if place.exists()).resolve()
+    return next(place for place in (whole, *whole.parents) if os.path.exists(place)).resolve()
 
 
 def _text(field: bytes) -> str:
