@@ -83,7 +83,7 @@ def test_a_flag_goes_before_the_file_and_the_file_before_the_default(
 def test_a_tier_on_a_tmpfs_gets_no_more_than_memory_has(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     text = SOURCE + '[hot]\npath = "/dev/shm/tierfs-test-that-is-never-made"\n'
     room = MemoryRoom(total_bytes=64 << 30, limit_bytes=160 * MIB, available_bytes=160 * MIB, cgroup="/sys/fs/cgroup/a")
-    monkeypatch.setattr("tierfs.config.relations.memory_room", lambda: room)
+    monkeypatch.setattr("tierfs.config.load.memory_room", lambda pid: room)
     config = load_mount_config(write(text))
     assert config.memory.limit == 64 * MIB
     assert config.hot is not None and config.hot.capacity == int(96 * MIB * 0.9)

@@ -112,9 +112,9 @@ def test_the_default_of_memory_limit_is_a_quarter_of_a_small_machine(
 
 def test_what_does_not_fit_is_told_with_the_sizes_that_would() -> None:
     pod = MemoryRoom(total_bytes=64 * GIB, limit_bytes=8 * GIB, available_bytes=8 * GIB, cgroup="/sys/fs/cgroup/pod")
-    assert overcommitted(pod, memory_limit_bytes=GIB, hot_bytes=7 * GIB) == ""
-    note = overcommitted(pod, memory_limit_bytes=GIB, hot_bytes=8 * GIB)
+    assert overcommitted(pod, memory_limit_bytes=GIB, hot_bytes=7 * GIB) is None
+    note = str(overcommitted(pod, memory_limit_bytes=GIB, hot_bytes=8 * GIB))
     assert "may take 9GiB, but the cgroup /sys/fs/cgroup/pod has 8GiB" in note
     assert "hot.capacity to at most 6.3GiB" in note and "MemoryMax=" in note
-    alone = overcommitted(MemoryRoom(8 * GIB, 8 * GIB, GIB), memory_limit_bytes=9 * GIB, hot_bytes=0)
+    alone = str(overcommitted(MemoryRoom(8 * GIB, 8 * GIB, GIB), memory_limit_bytes=9 * GIB, hot_bytes=0))
     assert "the machine has 8GiB" in alone and "MemoryMax=" not in alone and "memory.limit to at most 2GiB" in alone

@@ -24,10 +24,12 @@ def hot_memory_bytes(config: MountConfig) -> int:
 def memory_notes(config: MountConfig) -> list[str]:
     """What is wrong with the configured use of memory, for `status`; logged as well."""
     try:
-        note = overcommitted(memory_room(), memory_limit_bytes=config.memory.limit, hot_bytes=hot_memory_bytes(config))
+        hot_bytes = hot_memory_bytes(config)
+        wrong = overcommitted(memory_room(), memory_limit_bytes=config.memory.limit, hot_bytes=hot_bytes)
     except OSError as error:
         _log.info("memory_limits_unknown error=%s", error)
         return []
-    if note:
-        _log.warning("memory_overcommitted %s", note)
-    return [note] if note else []
+    if wrong is None:
+        return []
+    _log.warning("memory_overcommitted %s", wrong)
+    return [str(wrong)]

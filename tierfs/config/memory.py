@@ -34,6 +34,18 @@ class MemoryRoom:
 
 
 @dataclass(frozen=True)
+class Overcommitment:
+    """A configuration that asks for more memory than there is."""
+
+    what: str
+    mend: str
+    why: str = "the kernel ends processes when memory is used up"
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.why}; {self.mend}"
+
+
+@dataclass(frozen=True)
 class _Level:
     directory: Path
     limit_bytes: int
@@ -58,28 +70,26 @@ def default_memory_limit(room: MemoryRoom, least_bytes: int) -> Size:
     return Size(max(least_bytes, min(DEFAULT_LIMIT_BYTES, room.limit_bytes // _DEFAULT_SHARE // _MIB * _MIB)))
 
 
-def overcommitted(room: MemoryRoom, *, memory_limit_bytes: int, hot_bytes: int) -> str:
-    """What is wrong with buffers and a hot tier of these sizes, and what to do; empty when they fit.
+def overcommitted(room: MemoryRoom, *, memory_limit_bytes: int, hot_bytes: int) -> Overcommitment | None:
+    """What is wrong with buffers and a hot tier of these sizes; None when they fit.
 
     ``hot_bytes`` is the capacity of a hot tier on a tmpfs, which is memory; 0 for any other.
     """
     wanted = memory_limit_bytes + hot_bytes
     if wanted <= room.limit_bytes:
-        return ""
+        return None
     parts = f"memory.limit ({format_bytes(memory_limit_bytes)})"
     if hot_bytes:
         parts += f" and hot.capacity ({format_bytes(hot_bytes)}, on a tmpfs)"
-    kills = "the kernel ends processes when it is used up"
-    raise_it = "give the cgroup more (MemoryMax= of a unit, resources.limits.memory of a pod)" if room.cgroup else ""
     fit = room.limit_bytes - memory_limit_bytes
     if hot_bytes and fit > 0:
-        lower = f"set hot.capacity to at most {format_bytes(fit * 9 // 10)}"
+        mend = f"set hot.capacity to at most {format_bytes(fit * 9 // 10)}"
     else:
-        lower = f"set memory.limit to at most {format_bytes(room.limit_bytes // _DEFAULT_SHARE)}"
-    return (
-        f"{parts} may take {format_bytes(wanted)}, but {room.owner} has {format_bytes(room.limit_bytes)}: {kills};"
-        f" {lower}" + (f", or {raise_it}" if raise_it else "")
-    )
+        mend = f"set memory.limit to at most {format_bytes(room.limit_bytes // _DEFAULT_SHARE)}"
+    if room.cgroup:
+        mend += ", or give the cgroup more (MemoryMax= of a unit, resources.limits.memory of a pod)"
+    has = f"{room.owner} has {format_bytes(room.limit_bytes)}"
+    return Overcommitment(f"{parts} may take {format_bytes(wanted)}, but {has}", mend)
 
 
 def _levels(root: Path, pid: int | str) -> Iterator[_Level]:

@@ -16,7 +16,7 @@ import msgspec
 from tierfs.blocks.errors import ConfigError
 from tierfs.blocks.units import Duration, Size, format_bytes, format_duration
 from tierfs.config.addresses import DirectorySource, parse_listen, parse_source_url, valid_export_name
-from tierfs.config.memory import MemoryRoom, default_memory_limit, memory_room
+from tierfs.config.memory import MemoryRoom, default_memory_limit
 from tierfs.config.mounts import mount_of, mounts, nearest_existing
 from tierfs.config.schema import (
     COMPUTED_DURATION,
@@ -52,7 +52,7 @@ def load_token(path: Path) -> bytes:
     return token
 
 
-def complete_mount(config: MountConfig, mistake: Mistake) -> MountConfig:
+def complete_mount(config: MountConfig, mistake: Mistake, room: MemoryRoom) -> MountConfig:
     """The configuration with computed defaults filled in. Raises ConfigError where keys contradict each other."""
     source = config.source
     try:
@@ -70,7 +70,6 @@ def complete_mount(config: MountConfig, mistake: Mistake) -> MountConfig:
     _check_token(source.token_file, "source.token_file", mistake)
     _check_readable(source.tls_ca_file, "source.tls_ca_file", mistake)
     _check_block_size(source.block_size, "source.block_size", mistake)
-    room = memory_room()
     if config.memory.limit == COMPUTED_SIZE:
         limit = default_memory_limit(room, least_bytes=BLOCKS_IN_MEMORY_MIN * source.block_size)
         config = msgspec.structs.replace(config, memory=MemoryConfig(limit=limit))

@@ -1,6 +1,6 @@
 """The whole examination: all subjects looked at side by side, then judged. Called by cli/doctor.
 
-What must hold: it changes nothing, needs no rights, and is over within the longest deadline of each of its two rounds,
+What must hold: it changes nothing, needs no rights, and is over within the longest deadlines of its three rounds,
 whatever hangs. Loading the configuration is a look as well: it measures the tiers' directories.
 """
 
@@ -55,19 +55,18 @@ def examine(config_path: Path | None, *, measure: bool = False) -> Examination:
     Without one, that of the only mount that is up is taken. ``measure`` allows the doctor to write a temporary file
     without a name, to read it. Never raises a TierfsError: what is wrong is a finding.
     """
-    first: dict[str, Look] = {"mounts": Look(mounted.look, mounted.MOUNTS_MAX * mounted.ANSWER_S + _SPARE_S)}
-    if config_path is not None:
-        first["configuration"] = Look(partial(_load, config_path), _LOAD_S)
-    facts = look_all(first)
+    facts = look_all({"mounts": Look(mounted.look, mounted.MOUNTS_MAX * mounted.ANSWER_S + _SPARE_S)})
     found = facts["mounts"] if isinstance(facts["mounts"], list) else []
     up = [one for one in found if one.alive]
     if config_path is None and len({one.config for one in up}) == 1:
         config_path = Path(up[0].config)
-        facts |= look_all({"configuration": Look(partial(_load, config_path), _LOAD_S)})
+    same = [] if config_path is None else [one for one in up if one.config == str(config_path.absolute())]
+    daemon_pid = same[0].pid if same and not same[0].trouble else None
+    if config_path is not None:
+        facts |= look_all({"configuration": Look(partial(_load, config_path, daemon_pid), _LOAD_S)})
     loaded = facts.get("configuration")
     config = loaded if isinstance(loaded, MountConfig) else None
-    same = [] if config_path is None else [one for one in up if one.config == str(config_path.absolute())]
-    facts |= look_all(_looks(config, same[0].pid if same and not same[0].trouble else None, measure))
+    facts |= look_all(_looks(config, daemon_pid, measure))
     findings = [
         *_configuration(config_path, loaded),
         *_judged("fuse", facts, fuse.judge),
@@ -109,9 +108,9 @@ def _looks(config: MountConfig | None, daemon_pid: int | None, measure: bool) ->
     }
 
 
-def _load(path: Path) -> MountConfig | ConfigError:
+def _load(path: Path, daemon_pid: int | None) -> MountConfig | ConfigError:
     try:
-        return load_mount_config(path)
+        return load_mount_config(path, pid="self" if daemon_pid is None else daemon_pid)
     except ConfigError as error:
         return ConfigError(str(error))  # without its cause, which may not go through a pipe
 

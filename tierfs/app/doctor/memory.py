@@ -70,10 +70,8 @@ def _budget(facts: MemoryFacts) -> list[Finding]:
         return [ok("memory.budget", has)]
     wanted = facts.memory_limit_bytes + facts.hot_bytes
     wrong = overcommitted(room, memory_limit_bytes=facts.memory_limit_bytes, hot_bytes=facts.hot_bytes)
-    if wrong:
-        what, _, rest = wrong.partition(": ")
-        why, _, mend = rest.partition("; ")
-        return [problem("memory.budget", what, why, mend)]
+    if wrong is not None:
+        return [problem("memory.budget", wrong.what, wrong.why, wrong.mend)]
     may_take = f"buffers and a hot tier in memory may take {format_bytes(wanted)}; {has}"
     if wanted > room.available_bytes and not facts.running:
         why = "as the tier fills, the kernel drops page cache, swaps, and then ends processes"
