@@ -51,11 +51,10 @@ def look(config: MountConfig | None, root: Path = Path("/")) -> SourceFacts | No
         return _directory(config, Path(source.path))
     buffers = (read_text(root / "proc/sys/net/ipv4/tcp_rmem") or "").split()
     timeout_s = connect_timeout_s(config)
+    round_trip_s = _round_trip_s(source.address, timeout_s)
     started_s = time.monotonic()
-    trouble, kind, round_trip_s = "", "", 0.0
+    trouble, kind = "", ""
     try:
-        round_trip_s = _round_trip_s(source.address, timeout_s)
-        started_s = time.monotonic()
         trio.run(_shake_hands, config, source, timeout_s)
     except TierfsError as error:
         trouble, kind = " ".join(str(error).split()), _kind(error)
@@ -116,11 +115,16 @@ def _directory(config: MountConfig, path: Path) -> SourceFacts:
 
 
 def _round_trip_s(address: addresses.Address, timeout_s: float) -> float:
-    """The time of a TCP connection: one round trip. Raises OSError."""
-    *_, place = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
-    started_s = time.monotonic()
-    with socket.create_connection((place[0], place[1]), timeout=timeout_s):
-        return time.monotonic() - started_s
+    """The time of a TCP connection to the first of its addresses: one round trip; 0 where that one does not answer."""
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as connection:
+            connection.settimeout(timeout_s)
+            started_s = time.monotonic()
+            connection.connect(place)
+            return time.monotonic() - started_s
+    except OSError:
+        return 0.0  # there may be others; the handshake tells
 
 
 async def _shake_hands(config: MountConfig, source: addresses.RemoteSource, timeout_s: float) -> None:
