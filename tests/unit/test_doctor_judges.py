@@ -164,9 +164,9 @@ SICK: list[tuple[Callable[[Any], list[Finding]], Any, str, Level, str]] = [
     ),
     (
         memory.judge, replace(HOT, tmpfs_options=frozenset(("rw", "noswap"))),
-        "memory.huge_pages", Level.NOTE, "remount,huge=within_size /mnt/hot",
+        "memory.huge_pages", Level.WARNING, "remount,huge=within_size /mnt/hot",
     ),
-    (memory.judge, replace(HOT, shmem_huge="deny"), "memory.huge_pages", Level.NOTE, "remount"),
+    (memory.judge, replace(HOT, shmem_huge="deny"), "memory.huge_pages", Level.WARNING, "remount"),
     (clock.judge, clock.ClockFacts(now_s=1e9, synchronized=None, tls=True), "clock.time", Level.PROBLEM, "chrony"),
     (
         clock.judge, clock.ClockFacts(now_s=1.8e9, synchronized=False, tls=True),
