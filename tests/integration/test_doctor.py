@@ -151,6 +151,31 @@ def test_a_mount_that_is_up_is_asked_and_a_stopped_or_dead_one_is_found(
     eventually(lambda: bool(about("mount.dead")), "the killed daemon is found", within_s=60)
 
 
+@pytest.mark.fuse
+@pytest.mark.slow
+def test_a_file_system_that_hangs_is_a_finding_and_no_reason_to_hang(
+    tmp_path: Path, models: Path, serve: MakeServe, mount: MakeMount
+) -> None:
+    hanging = mount(serve(models).url)
+    config = tmp_path / "hangs.toml"
+    text = (
+        f'state_dir = "{tmp_path}/state"\n[source]\nurl = "dir:{models}"\n[warm]\npath = "{hanging.path}/below/warm"\n'
+    )
+    config.write_text(text)
+    os.kill(hanging.pid, signal.SIGSTOP)
+    try:
+        started_s = time.monotonic()
+        found = examined(config, expect=1)
+        assert time.monotonic() - started_s < 60
+        assert "no answer" in found["configuration.valid"][0]["what"]
+        config.write_text(text + 'capacity = "1GiB"\n')  # nothing needs to be measured to load it
+        found = examined(config, expect=1)
+        assert any("tiers: no answer" in one["what"] for one in found["doctor.no_answer"])
+        assert "fuse.device" in found, "the other subjects count"
+    finally:
+        os.kill(hanging.pid, signal.SIGCONT)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user: needs root")
 def test_it_works_without_rights(tmp_path: Path) -> None:
     import sys
