@@ -233,14 +233,15 @@ class BlockCache:
         """
         return await self._find(file, span, sequential, self._read_span, self._serve)
 
-    def locate_nowait(self, file: FileFacts, span: Span) -> Part | None:
-        """Where that span lies, if its block is in memory. The caller releases the part's hold once."""
+    def locate_nowait(self, file: FileFacts, span: Span, *, sequential: bool) -> Part | None:
+        """As locate(), if it need not wait: in memory, or in a tier's file that is open and lent already."""
         key = self.key(file.version)
         found = self.memory.get((key, span.block))
-        if found is None:
-            return None
-        self.statistics.memory_hit_blocks += 1
-        return self._place((key, span.block), found, span)
+        if found is not None:
+            self.statistics.memory_hit_blocks += 1
+            return self._place((key, span.block), found, span)
+        tier = self._nearest(key, span.block)
+        return tier.locate_nowait(key, span) if tier is not None and (tier.mapped or not sequential) else None
 
     async def bring(self, file: FileFacts, span: Span, *, sequential: bool) -> None:
         """Wait until locate() need not wait for a load of that block, and hold nothing. Raises as the reads do."""
@@ -298,9 +299,6 @@ class BlockCache:
 
     async def _locate(self, tier: LocalTier, key: ObjectKey, span: Span) -> Part | None:
         """tier.locate, but a disk that does not answer holds a task of the cache, not the reader."""
-        part = tier.locate_nowait(key, span)
-        if part is not None:
-            return part
         found: list[Part | None] = []
         gone = False
 

@@ -73,7 +73,7 @@ class FileView:
         plan = self._observe(offset_bytes, length_bytes)
         first, *rest = spans(offset_bytes, length_bytes, self._cache.block_bytes)
         if not rest:
-            part = self._cache.locate_nowait(self.facts, first)
+            part = self._cache.locate_nowait(self.facts, first, sequential=plan.sequential)
             if part is not None:
                 return [part]
         with trio.fail_after(self._request_timeout_s):
