@@ -66,8 +66,7 @@ _BLOCKS_MIN = 16
 _REMEMBERED_AFTER_S = 5.0  # how long a start waits for the source when it has a remembered publication
 _STOP_LIMIT_S = 8.0  # after this the watchdog ends the process; the promise is 10 s
 _UNMOUNTED_S = 2.0  # the channel unmounts when it is told that the mount shall end
-_READ_PAGES = 256  # of the kernel's largest read, unless fs.fuse.max_pages_limit says something else
-_READ_PAGES_MAX = 1024  # the channel asks for no more
+_READ_BYTES = 256 * 4096  # the kernel's largest read: the channel asks for no more
 _CONTENT_BATCH_S = 1.0  # content ids arrive one by one while the server digests
 
 
@@ -528,12 +527,7 @@ def check_largest_read(block_bytes: int, *, memory_limit_bytes: int) -> None:
     """Refuse blocks of which the kernel's largest read touches more than the channel takes in one reply, or than half
     of the memory (what requests under way may hold together) has twice. Raises MountFailed.
     """
-    try:
-        pages = int(Path("/proc/sys/fs/fuse/max_pages_limit").read_text())
-    except (OSError, ValueError):
-        pages = _READ_PAGES
-    read_bytes = min(pages, _READ_PAGES_MAX) * 4096
-    blocks = read_bytes // block_bytes + 1
+    blocks = _READ_BYTES // block_bytes + 1
     if memory_limit_bytes < 4 * blocks * block_bytes:
         raise MountFailed(
             f"memory.limit is {format_bytes(memory_limit_bytes)}, but a read of the kernel touches {blocks} of the"
