@@ -28,7 +28,7 @@ from pathlib import Path
 import trio
 
 from tierfs.app import launch
-from tierfs.app.limits import raise_descriptor_limit
+from tierfs.app.limits import memory_notes, raise_descriptor_limit
 from tierfs.app.secrets import client_tls
 from tierfs.blocks.errors import ConfigError, ControlError, MountFailed, SourceUnavailable, TierfsError, first
 from tierfs.blocks.ids import VersionId
@@ -348,6 +348,7 @@ class _Mount:
                 mode_reason=self._mode_reason(),
                 channel=channel,
                 memory_limit_bytes=self._config.memory.limit,
+                memory_notes=await trio.to_thread.run_sync(memory_notes, self._config),
                 filesystem=filesystem,
                 prefetcher=prefetcher,
                 promoter=promoter,

@@ -3,7 +3,7 @@
 import typer
 
 from tierfs import __version__
-from tierfs.cli import mount, restart, serve, status, warm, where
+from tierfs.cli import doctor, mount, restart, serve, status, warm, where
 
 app = typer.Typer(
     help="Model weights from the nearest tier.",
@@ -19,6 +19,7 @@ app.command("restart")(restart.restart)
 app.command("status")(status.status)
 app.command("warm")(warm.warm)
 app.command("where")(where.where)
+app.command("doctor")(doctor.doctor)
 
 
 def _version(value: bool) -> None:

@@ -233,6 +233,7 @@ def _start_daemon(
                 assert words is not None
                 line = words.read().decode(errors="replace").strip().rpartition("\n")[2]
                 line = line or f"the daemon ended (status {child.poll()}) and did not say why; its log: {log_file}"
+                line += f" (`tierfs doctor {config}` says what this machine lacks)"
             if line and settings.mount.user is not None:
                 line = f"the daemon, as the user {settings.mount.user}: {line}"  # root may do what that user may not
             child.terminate()

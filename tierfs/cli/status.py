@@ -65,13 +65,15 @@ def _print(answer: dict[str, Any]) -> None:
         f"memory  {format_bytes(memory['used_bytes'])} of {format_bytes(memory['limit_bytes'])};"
         f" oldest request {answer['oldest_request_s']:.1f} s, open files {answer['open_files']}"
     )
+    for note in memory["notes"]:
+        console.print(f"        {note}")
     console.print(
         f"kernel  read-ahead {format_bytes(kernel['read_ahead_bytes'])}, background {kernel['max_background']}"
     )
     channel = answer["channel"]
     if channel is not None:
         kept_back = sum(sum(tier["kept_back"].values()) for tier in answer["tiers"].values())
-        reason = "" if kernel["passthrough"] else f" (none: {kernel['passthrough_reason']})"
+        reason = "" if kernel["passthrough"] else f" (none: {kernel['passthrough_reason']}; see `tierfs doctor`)"
         console.print(
             f"channel pid {channel['pid']}, daemon {channel['epoch']} of this mount; passthrough{reason}:"
             f" opens {channel['passthrough_opens']}, held back {channel['held_back_opens']},"

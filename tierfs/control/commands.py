@@ -39,6 +39,7 @@ class Daemon:
     mode_reason: str
     channel: Channel | None
     memory_limit_bytes: int
+    memory_notes: list[str]  # what is wrong with it, and what to do
     filesystem: Filesystem
     prefetcher: Prefetcher
     promoter: Promoter
@@ -120,6 +121,7 @@ async def status(daemon: Daemon) -> Reply:
             "hit_blocks": cache.statistics.memory_hit_blocks,
             "unread_blocks": cache.memory.prefetched_unread,
             "dropped_unread_blocks": cache.memory.dropped_unread,
+            "notes": daemon.memory_notes,
         },
         "kernel": asdict(daemon.kernel if daemon.channel is None else limits_of(daemon.channel)),
         "requests": {
