@@ -1,4 +1,4 @@
-"""`tierfs top [MOUNTPOINT]`: what a mount does just now. A table that changes in a terminal, a line each time in a pipe."""
+"""`tierfs top [MOUNTPOINT]`: what a mount does just now. A live table in a terminal, else a line each time."""
 
 import contextlib
 import json
@@ -53,7 +53,7 @@ def top(
 
 
 def _samples(mountpoint: str, interval_s: float, count: int) -> Iterator[dict[str, Any]]:
-    """What happened in each interval; an ``error`` while there is no daemon. Raises ControlError when the mount ends."""
+    """What happened in each interval; ``error`` while there is no daemon. Raises ControlError when the mount ends."""
     before: dict[str, Any] | None = None
     before_s = 0.0
     done = 0
