@@ -34,7 +34,7 @@ def evict(
             size = format_bytes(sum(answer["refused_bytes"] for answer in last.values()))
             first = refused[0]
             raise ControlError(
-                f"{size} in {files} files stay; the first: {first['path']} in {first['tier']} is {first['reason']}"
+                f"{size} in {files} file{'' if files == 1 else 's'} stay; the first: {first['path']} in {first['tier']} is {first['reason']}"
             )
 
 

@@ -5,8 +5,6 @@ import os
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from tierfs.blocks.errors import ControlError
 from tierfs.blocks.units import format_bytes
@@ -72,23 +70,29 @@ def unpin(
 
 def _list(as_json: bool) -> None:
     found: list[dict[str, Any]] = []
+    trouble: ControlError | None = None
     for record in registry.records():
-        if record.alive:
-            found += [{"mountpoint": record.mountpoint, **answer} for answer in ask(record, "pins")]
+        try:
+            if record.alive:
+                found += [{"mountpoint": record.mountpoint, **answer} for answer in ask(record, "pins")]
+        except ControlError as error:  # the others are told all the same
+            trouble = trouble or error
     if as_json:
         print(json.dumps(found, indent=2))
-        return
-    if not found:
+    elif not found and trouble is None:
         print("nothing is pinned in the mounts of this user")
-        return
-    table = Table("pinned", "what", "tier", "size", "resident", "", box=None, pad_edge=False)
-    for pinned in found:
-        place = os.path.normpath(os.path.join(pinned["mountpoint"], pinned["path"]))
-        percent = 100 * pinned["resident_bytes"] // pinned["bytes"] if pinned["bytes"] else 100
-        state = f"{pinned['state']}: {pinned['reason']}" if pinned["reason"] else pinned["state"]
-        table.add_row(place, _what(pinned), pinned["tier"], format_bytes(pinned["bytes"]), f"{percent} %", state)
-    Console(highlight=False, soft_wrap=True).print(table)
+    else:
+        for pinned in found:
+            place = os.path.normpath(os.path.join(pinned["mountpoint"], pinned["path"]))
+            resident = f"{format_bytes(pinned['resident_bytes'])} of {format_bytes(pinned['bytes'])} resident"
+            state = f"{pinned['state']}: {pinned['reason']}" if pinned["reason"] else pinned["state"]
+            print(f"{place} ({_what(pinned)}): in {pinned['tier']}, {resident}, {state}")
+    if trouble is not None:
+        raise trouble
 
 
 def _what(answer: dict[str, Any]) -> str:
-    return f"{answer['kind']}, {answer['files']} files" if answer["kind"] in ("model", "directory") else answer["kind"]
+    files = f"{answer['files']} file{'' if answer['files'] == 1 else 's'}"
+    return (
+        f"{answer['kind']}, {files}" if answer["kind"] in ("model", "directory") else answer["kind"] or "nothing there"
+    )
