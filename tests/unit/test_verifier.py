@@ -124,15 +124,14 @@ def test_an_object_that_was_handed_out_is_made_anew_and_its_file_left_as_it_was(
             (path,) = object_files(tmp_path / "warm")
             entry = next(iter(world.warm._index))
             entry.handed_out = True  # somebody may map it
-            mapped = path.open("rb")
-            flip(path, 3)
-            before = mapped.read()
-            progress = await check(world)
-            assert (progress.good_blocks, progress.bad_blocks, progress.repaired_blocks) == (3, 1, 1)
-            assert progress.checked_bytes == SIZE and await world.resident("a") == SIZE
-            mapped.seek(0)
-            assert mapped.read() == before
-            mapped.close()
+            with path.open("rb") as mapped:
+                flip(path, 3)
+                before = mapped.read()
+                progress = await check(world)
+                assert (progress.good_blocks, progress.bad_blocks, progress.repaired_blocks) == (3, 1, 1)
+                assert progress.checked_bytes == SIZE and await world.resident("a") == SIZE
+                mapped.seek(0)
+                assert mapped.read() == before
             assert (await check(world)).good_blocks == 8
 
     run(test)

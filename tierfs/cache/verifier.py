@@ -141,17 +141,18 @@ async def _verify_object(
             state = tier.statistics()
             progress.trouble = progress.trouble or f"{tier.name} could not be read: {state.reason or 'try again'}"
         else:
-            rest = [] if tier.resident_bytes(facts.key) else blocks[position + 1 :]
-            await _deal_with(cache, job, block, rest, progress, repair=repair)
-            if rest:  # its object went with it; what came back was compared on its way
+            whole = not tier.resident_bytes(facts.key)
+            await _deal_with(cache, job, block, blocks if whole else [block], progress, repair=repair)
+            if whole:  # its object went with it; what came back was compared on its way
+                rest = blocks[position + 1 :]
                 progress.checked_bytes += sum(block_length(facts.size_bytes, facts.block_bytes, n) for n in rest)
                 return
 
 
 async def _deal_with(
-    cache: BlockCache, job: Job, block: int, rest: Sequence[int], progress: VerifyProgress, *, repair: bool
+    cache: BlockCache, job: Job, block: int, lost: Sequence[int], progress: VerifyProgress, *, repair: bool
 ) -> None:
-    """A block is bad; ``rest`` are those that have left with its object, and were not checked yet."""
+    """A block is bad; ``lost`` are those that are missing now: that one, or all of its object."""
     progress.bad_blocks += 1
     file = job.file
     if file is None:
@@ -160,7 +161,7 @@ async def _deal_with(
         outcome = "not repaired: --no-repair"
     else:
         reason = ""
-        for number in (block, *rest):
+        for number in lost:
             reason = reason or await _repair(cache, job.tier, file, number, progress)
         outcome = reason or "repaired"
     if outcome in ("repaired", "dropped"):

@@ -32,10 +32,8 @@ def evict(
         if refused:
             files = sum(answer["refused_files"] for answer in last.values())
             size = format_bytes(sum(answer["refused_bytes"] for answer in last.values()))
-            first = refused[0]
-            raise ControlError(
-                f"{size} in {files} file{'' if files == 1 else 's'} stay; the first: {first['path']} in {first['tier']} is {first['reason']}"
-            )
+            first = f"{refused[0]['path']} in {refused[0]['tier']} is {refused[0]['reason']}"
+            raise ControlError(f"{size} in {files} file{'' if files == 1 else 's'} stay; the first: {first}")
 
 
 def _print(answer: dict[str, Any]) -> None:

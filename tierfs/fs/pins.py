@@ -29,6 +29,7 @@ from tierfs.tiers.interface import LocalTier
 log = logging.getLogger(__name__)
 
 _AGAIN_S = 30.0  # until what could not be brought is tried again
+_ROUNDS = 3  # what fills a tier to its mark may find no room while blocks that are being written are counted twice
 _PINS_MAX = 10_000
 
 
@@ -145,7 +146,11 @@ class Pins:
         progress.total_bytes = sum(file.size_bytes for file in files.values())
         self._bringing.update(pins)
         try:
-            await mover.warm(self._cache, list(files.values()), self._tiers[pins[0].tier], progress)
+            for _ in range(_ROUNDS):
+                progress.done_bytes = progress.bypassed_bytes = 0
+                await mover.warm(self._cache, list(files.values()), self._tiers[pins[0].tier], progress)
+                if not progress.bypassed_bytes or progress.failed_bytes:
+                    break
             for pin in pins:
                 self._again_s[pin] = trio.current_time() + _AGAIN_S
                 self._trouble[pin] = progress.trouble or (

@@ -292,10 +292,12 @@ class DirectoryTier:
             statistics.skipped_blocks += 1
             return Offer.FULL
         cost_bytes = -(-length_bytes // PAGE_BYTES) * PAGE_BYTES
+        if entry is not None and not entry.pending and entry.allocated_bytes - entry.resident_bytes >= cost_bytes:
+            cost_bytes = 0  # a block that was dropped as bad: its space is still there, and counted
         name = entry.name if entry is not None else key
-        if self._removals.leaving(device, name) or not self._make_room(
-            cost_bytes, facts.model, urgent=self._placement.kept(key)
-        ):
+        if self._removals.leaving(device, name):
+            return self._bypassed()
+        if cost_bytes and not self._make_room(cost_bytes, facts.model, urgent=self._placement.kept(key)):
             return self._bypassed()
         if entry is None:
             entry = Entry(
