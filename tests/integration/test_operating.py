@@ -16,7 +16,7 @@ import pytest
 from tests.integration.processes import ENVIRONMENT, Mount, Serve, drop_caches, eventually, tierfs
 from tests.local_tiers import object_files
 
-pytestmark = pytest.mark.fuse
+pytestmark = [pytest.mark.fuse, pytest.mark.slow]
 
 MIB = 1 << 20
 SIZE = 8 * MIB

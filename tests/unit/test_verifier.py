@@ -7,7 +7,7 @@ import trio
 
 from tests.local_tiers import object_files, run
 from tests.models_world import BLOCK, SIZE, World
-from tierfs.blocks.ids import ObjectKey
+from tierfs.blocks.ids import ContentId, ObjectKey
 from tierfs.cache.verifier import VerifyProgress, jobs_for, verify
 from tierfs.tiers.interface import Checked
 
@@ -47,6 +47,19 @@ def test_all_is_good(tmp_path: Path) -> None:
             assert progress.objects == 2 and world.warm.statistics().hit_blocks == hits
             assert (await check(world, "b")).good_blocks == 8
             assert (await check(world, "c")).total_bytes == 0
+
+    run(test)
+
+
+def test_an_object_that_was_made_under_its_content_id_is_found_by_its_path(tmp_path: Path) -> None:
+    async def test() -> None:
+        world = World(tmp_path)
+        async with world.running():
+            file = await world.file("a")
+            world.cache.learn({file.version: ContentId(b"c" * 16)})
+            await world.load("a")
+            assert (await check(world, "a")).good_blocks == 8
+            assert (await check(world, "b")).good_blocks == 0
 
     run(test)
 

@@ -76,7 +76,7 @@ def jobs_for(cache: BlockCache, files: Sequence[FileFacts], wanted: Collection[V
     ``files``: all of the newest generation.
     """
     by_key = {ObjectKey(file.version): file for file in files} | {cache.key(file.version): file for file in files}
-    chosen = None if wanted is None else {ObjectKey(version) for version in wanted}
+    chosen = None if wanted is None else {key for v in wanted for key in (ObjectKey(v), cache.key(v))}
     jobs = []
     for tier in cache.tiers:
         for facts, keys in tier.objects():
