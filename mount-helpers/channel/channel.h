@@ -51,6 +51,7 @@ struct request {
     int clone;
     enum request_state state;
     bool answered;    /* the kernel has its reply; what still comes from the daemon is dropped */
+    bool waited;      /* for a daemon, and was counted for it */
     bool interrupted; /* a signal came; fatal or not is looked at again and again */
     unsigned failures;
     unsigned deaths; /* of daemons that had it */
