@@ -1,7 +1,9 @@
 """The commands an operator has, on real mounts: pin, evict, verify, where, top, reload, status --ready."""
 
 import json
+import mmap
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.integration.processes import ENVIRONMENT, Mount, Serve, drop_caches, eventually, tierfs
+from tests.integration.test_channel import build
 from tests.local_tiers import object_files
 
 pytestmark = [pytest.mark.fuse, pytest.mark.slow]
@@ -218,3 +221,36 @@ def test_reloading_takes_what_it_can_and_names_the_rest(mounted: Mount) -> None:
     mounted.config.write_text(text.replace("18MiB", "12MiB"))
     os.kill(mounted.pid, signal.SIGHUP)
     eventually(lambda: mounted.status()["tiers"]["warm"]["capacity_bytes"] == 12 * MIB, "SIGHUP reloads")
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed")
+def test_under_a_channel_the_commands_say_the_same(
+    tmp_path: Path, models: Path, serve: MakeServe, mount: MakeMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ENVIRONMENT, "TIERFS_CHANNEL_PROGRAM", str(build(tmp_path, "plain")))
+    server = serve(models, "--set", "exports..block_size=1MiB")
+    mounted = mount(server.url, warm=f'path = "{tmp_path}/warm"\ncapacity = "18MiB"', mode="channel")
+    tierfs("pin", mounted.path / "a")
+    tierfs("warm", mounted.path / "b")
+    with (mounted.path / "b" / "model.bin").open("rb") as opened:  # perhaps in passthrough
+        refused = tierfs("evict", mounted.path / "b", check=False)
+        assert "b/model.bin in warm is open" in refused.stderr
+        mapped = mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)
+    freed = json.loads(tierfs("evict", mounted.path / "b", "--json", check=False).stdout)[0]
+    if freed["refused_files"]:  # a map keeps the file open
+        assert freed["freed_bytes"] == 0 and mapped[:] == (models / "b" / "model.bin").read_bytes()
+    mapped.close()
+    eventually(lambda: tierfs("evict", mounted.path / "b", check=False).returncode == 0, "it is closed")
+    eventually(lambda: mounted.status()["tiers"]["warm"]["dying_bytes"] == 0, "nobody maps it")
+    one = json.loads(tierfs("top", mounted.path, "--interval", "200ms", "--count", "1", "--json").stdout)
+    assert one["daemon_opens_per_s"] == 0 and "error" not in one
+
+    daemon = mounted.status()["daemon"]["pid"]
+    mounted.config.write_text(mounted.config.read_text().replace("18MiB", "20MiB") + '[memory]\nlimit = "512MiB"\n')
+    lines = sorted(tierfs("reload", mounted.path).stdout.splitlines())
+    assert lines == ["memory.limit: 1GiB -> 512MiB needs `tierfs restart`", "warm.capacity: 18MiB -> 20MiB"]
+    assert mounted.status()["daemon"]["pid"] == daemon
+    tierfs("restart", mounted.path)  # another daemon has the same pins
+    assert [(pinned["path"], pinned["state"]) for pinned in answers("pin")] == [("a", "resident")]
+    assert "nothing has changed" in tierfs("reload", mounted.path).stdout
+    assert "8 blocks good, 0 bad" in tierfs("verify", mounted.path / "a").stdout
