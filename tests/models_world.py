@@ -42,7 +42,7 @@ class World:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         def tier(name: str, models: int) -> DirectoryTier:
-            capacity = int(models * SIZE / 0.95) + BLOCK
+            capacity = int((models * SIZE + 4 * BLOCK) / 0.95)  # what is being written may be counted twice
             return DirectoryTier(
                 name, [self.root / name], block_bytes=BLOCK, capacity_bytes=capacity, mapped=False,
                 clock=lambda: self.now_s,

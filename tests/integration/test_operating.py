@@ -15,11 +15,13 @@ from typing import Any
 
 import pytest
 
-from tests.integration.processes import ENVIRONMENT, Mount, Serve, drop_caches, eventually, tierfs
+from tests.integration.processes import ENVIRONMENT, Mount, Serve, drop_caches, tierfs
+from tests.integration.processes import eventually as eventually_within
 from tests.integration.test_channel import build
 from tests.local_tiers import object_files
 
-pytestmark = [pytest.mark.fuse, pytest.mark.slow]
+# Dozens of commands, each of which is a Python that starts.
+pytestmark = [pytest.mark.fuse, pytest.mark.slow, pytest.mark.timeout(400)]
 
 MIB = 1 << 20
 SIZE = 8 * MIB
@@ -48,6 +50,11 @@ def mounted(tmp_path: Path, models: Path, serve: MakeServe, mount: MakeMount) ->
     """A mount whose warm tier has room for two of the three models."""
     server = serve(models, "--set", "exports..block_size=1MiB", "--set", "exports..rescan=200ms")
     return mount(server.url, warm=f'path = "{tmp_path}/warm"\ncapacity = "18MiB"', options='metadata_ttl = "200ms"\n')
+
+
+def eventually(condition: Callable[[], bool], what: str) -> None:
+    """Each look is a command or two, of seconds where the machine is busy."""
+    eventually_within(condition, what, within_s=90)
 
 
 def answers(*arguments: object) -> list[dict[str, Any]]:

@@ -24,16 +24,23 @@ def where(
             print(json.dumps(answers, indent=2))
             return
         for answer in answers:
-            print(f"{answer['path']}: {format_bytes(answer['bytes'])} in {answer['files']} files; {_placed(answer)}")
+            rates = answer["bytes_per_s"]
+            placed = _placed(answer, rates)
+            print(f"{answer['path']}: {format_bytes(answer['bytes'])} in {answer['files']} files; {placed}")
             for file in answer.get("per_file", ()):
-                print(f"  {file['path']}: {format_bytes(file['bytes'])}; {_placed(file)}")
-        rates = answers[0]["bytes_per_s"]
+                print(f"  {file['path']}: {format_bytes(file['bytes'])}; {_placed(file, rates)}")
         measured = ", ".join(f"{name} {format_bytes(int(rate))}/s" for name, rate in rates.items() if rate)
         print(f"at the rates measured so far: {measured or 'none yet'}")
 
 
-def _placed(answer: dict[str, Any]) -> str:
+def _placed(answer: dict[str, Any], rates: dict[str, float]) -> str:
     tiers = ", ".join(f"{name} {format_bytes(count)}" for name, count in answer["tiers"].items())
-    eta = "not known yet" if answer["eta_s"] is None else f"{answer['eta_s']:.1f} s"
+    unmeasured = [name for name, count in answer["tiers"].items() if count and not rates[name]]
+    if answer["eta_s"] is None:
+        eta = "not known yet"
+    elif unmeasured:
+        eta = f"{answer['eta_s']:.1f} s and what {' and '.join(unmeasured)} takes, which is not measured yet"
+    else:
+        eta = f"{answer['eta_s']:.1f} s"
     missing = format_bytes(answer["missing_bytes"])
     return f"{tiers or 'no local tier'}, only at the source {missing}; load time {eta}"
