@@ -27,7 +27,7 @@ from tierfs.app import launch, logs
 from tierfs.app import mount as app_mount
 from tierfs.blocks.errors import ControlError, MountFailed, TierfsError
 from tierfs.cli.errors import one_line
-from tierfs.config.load import load_mount_config
+from tierfs.config.load import given_keys, load_mount_config
 from tierfs.config.schema import MountConfig
 from tierfs.control import registry
 from tierfs.control.socket import ask
@@ -66,7 +66,8 @@ def mount(
             given.check(fuse_fd)
         place = _absolute(name or mountpoint)
         stack.enter_context(_failure_told(place))
-        settings = load_mount_config(config, overrides(option))
+        file, changes = config.absolute(), overrides(option)
+        settings = load_mount_config(config, changes)
         log_file = str(launch.log_path(settings, place))
         if not foreground:
             _start_daemon(settings, config, place, fuse_fd, option or [], log_file)
@@ -88,7 +89,9 @@ def mount(
                 settings,
                 place,
                 channel=channel,
-                config_path=str(config.absolute()),
+                config_path=str(file),
+                reread=lambda: (load_mount_config(file, changes), given_keys(file, changes)),
+                given_keys=given_keys(file, changes),
                 options=option or [],
                 log_file=log_file if daemon else "",
                 ready=lambda note: waiting.tell(f"ready {note}"),

@@ -38,6 +38,20 @@ def load_mount_config(path: Path | str, overrides: Overrides | None = None, *, p
     return complete_mount(_build(MountConfig, document.table, "", document), document.mistake, memory_room(pid))
 
 
+def given_keys(path: Path | str, overrides: Overrides | None = None) -> frozenset[str]:
+    """The full keys that the file or the overrides of a mount give; the others have defaults. Raises ConfigError."""
+    table = _Document.read(Path(path), overrides or {}, MountConfig).table
+    return frozenset(key for key in keys(MountConfig) if _is_given(table, key.split(".")))
+
+
+def _is_given(table: object, parts: list[str]) -> bool:
+    for part in parts:
+        if not isinstance(table, dict) or part not in table:
+            return False
+        table = table[part]
+    return True
+
+
 def load_serve_config(path: Path | str, overrides: Overrides | None = None) -> ServeConfig:
     """The configuration of a server; the arguments are those of load_mount_config. Raises ConfigError."""
     document = _Document.read(Path(path), overrides or {}, ServeConfig)

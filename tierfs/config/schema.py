@@ -85,8 +85,8 @@ class HotConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Literal["first", "second", "pinned"],
         Meta(
             description="what enters by being loaded: `first` everything, `second` what is loaded a second time,"
-            " `pinned` nothing (`tierfs warm --tier hot` brings models in whatever this says). A model that is warm"
-            " already is brought as a whole, once its load is over"
+            " `pinned` what is pinned (`tierfs warm` and `tierfs pin` with `--tier hot` bring models in whatever this"
+            " says). A model that is warm already is brought as a whole, once its load is over"
         ),
     ] = "first"
 
