@@ -16,7 +16,7 @@ from pathlib import Path
 
 import trio
 
-from tests.local_tiers import object_files
+from tests.local_tiers import object_files, until
 from tests.pmem_pools import killed_at_a_random_point
 from tierfs.blocks.spans import block_length
 from tierfs.cache.block_cache import BlockCache, FileFacts, blocks_of
@@ -234,8 +234,7 @@ def _hot_bytes(cache: BlockCache, hot: LocalTier, model: bytes) -> int:
 async def _idle(promoter: Promoter) -> None:
     """Until nothing waits for it and nothing is under way."""
     with trio.fail_after(IDLE_S):
-        while promoter.statistics().waiting_models or promoter.statistics().promoting:
-            await trio.sleep(0.001)
+        await until(lambda: not promoter.statistics().waiting_models and not promoter.statistics().promoting)
     await trio.lowlevel.checkpoint()
 
 
@@ -259,8 +258,9 @@ async def _space(place: Place, hot: LocalTier) -> None:
         return sum(allocated_bytes(file.stat()) for file in object_files(place.hot))
 
     with trio.move_on_after(IDLE_S):
-        while hot.statistics().used_bytes != taken() or len(object_files(place.hot)) != hot.statistics().objects:
-            await trio.sleep(0.01)
+        await until(
+            lambda: (hot.statistics().used_bytes, hot.statistics().objects) == (taken(), len(object_files(place.hot)))
+        )
     statistics = hot.statistics()
     assert (statistics.used_bytes, statistics.objects) == (taken(), len(object_files(place.hot)))
     assert statistics.used_bytes <= HOT_BYTES
