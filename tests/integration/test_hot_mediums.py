@@ -46,7 +46,9 @@ def test_status_says_what_the_hot_tier_is(
     hot = mounted.status()["tiers"]["hot"]
     assert (hot["medium"], hot["residency"], hot["state"]) == (medium, residency, "ok")
     assert reason in hot["residency_reason"]
-    assert f"({medium}, residency: {residency})" in tierfs("status", mounted.path).stdout
+    shown = tierfs("status", mounted.path).stdout
+    assert f"({medium}, residency: {residency})" in shown
+    assert f"no pool: {hot['residency_reason']}" in shown
     assert ("hot_tier_on_disk" in mounted.log()) == (medium == "directory")
     assert (mounted.path / "m" / "weights.bin").read_bytes() == content
     mounted.unmount()
