@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import trio
 
 from tests.contract.test_lent_objects import FakeLender
 from tests.local_tiers import BLOCK, Content, object_files, run, running, until
@@ -107,7 +106,13 @@ def test_a_bad_block_of_what_was_handed_out_is_noticed_without_any_reader(monkey
             assert tier.resident_bytes(content.key) == 0
             assert await tier.whole(content.key) is None
             assert await tier.whole(other.key) is not None, "what has no bad block stays"
-            await trio.sleep(0.5)
+
+            # The list tells before anybody could read: what was not handed out yet loses the block alone.
+            late = Content(8, 8 * BLOCK)
+            await late.fill(tier)
+            make_bad(PMEM / "bad-watched" / "objects" / late.key.hex()[:2] / late.key.hex(), BLOCK)
+            assert await tier.whole(late.key) is None
+            assert await late.hits(tier) == 7
             assert tier.statistics().media_errors == 1
 
     run(test, seconds=120)

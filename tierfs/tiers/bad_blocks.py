@@ -50,7 +50,7 @@ def look(fd: int, known: list[int], *, sysfs: Path = _SYSFS) -> Found:
         try:
             os.pread(fd, PAGE_BYTES, offset_bytes // PAGE_BYTES * PAGE_BYTES)
         except OSError as error:
-            return Found(seen, offset_bytes, error)
+            return Found([], offset_bytes, error)
     return Found(seen)
 
 

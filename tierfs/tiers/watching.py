@@ -51,7 +51,8 @@ class Watching:
             self._some_closed.set()
 
     async def sound(self, entry: Entry) -> bool:
-        """Before the object is handed out again: whether nothing tells that its medium is bad. A bad one is removed.
+        """Before the object is handed out: whether nothing tells that its medium is bad. What is bad is dropped, an
+        object that was handed out before is removed.
 
         True, too, where the device does not answer in time.
         """
@@ -77,7 +78,8 @@ class Watching:
 
     def _tells(self, entry: Entry) -> bool:
         device = entry.device
-        watched = entry.handed_out and not entry.removing
+        # The list of bad blocks may tell before anybody reads; the page cache only afterwards.
+        watched = (entry.handed_out or device.store.medium == "dax") and not entry.removing
         return watched and device not in self._blind and device.readable and device.store.medium != "tmpfs"
 
     def _some(self) -> list[Entry]:
@@ -105,7 +107,8 @@ class Watching:
             return  # else what a reader will meet, too: it has gone, or we lack something
         if found is None:
             return
-        entry.found_good = found.known
+        if entry.handed_out:  # else it may be written to again, elsewhere on the device
+            entry.found_good = found.known
         block = found.offset_bytes // entry.block_bytes
         if found.error is None or not entry.has(block):
             return
