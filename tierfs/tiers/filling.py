@@ -30,7 +30,8 @@ _BATCH_BYTES = 64 << 20
 _BATCH_OBJECTS = 64  # bounds the descriptors a batch holds
 _PART_BYTES = 1 << 20  # small blocks share a hop to a thread up to this size
 # Some bytes of persistent memory are bad, and writing does not mend them. Kernels differ in how they say so.
-_BAD_MEMORY = frozenset((errno.EIO, errno.EFAULT, errno.EHWPOISON))
+_EHWPOISON = 133  # asm-generic/errno.h; the errno module of Python 3.11 does not name it
+_BAD_MEMORY = frozenset((errno.EIO, errno.EFAULT, _EHWPOISON))
 _ROOM_S = 5.0  # a block waits this long for evicted objects to give up their space, then it is dropped
 
 
