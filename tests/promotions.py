@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -66,6 +66,7 @@ class Seen:
     begun: int = 0  # models that were partly hot
     resumed: int = 0  # of these, all hot when the next daemon was through
     swept: int = 0  # files that no transaction had made resident, gone at the next start
+    seconds: list[float] = field(default_factory=list)  # opening, comparing, space, promoting, comparing, space
 
     def add(self, other: "Seen") -> None:
         """Sum them up."""
@@ -153,26 +154,37 @@ async def promote_for_ever(place: Place, seed: int, begun: Callable[[bytes], obj
 async def check(place: Place) -> Seen:
     """What the next daemon finds: only right bytes, no leak; and it goes on with what was begun."""
     seen, log = Seen(), _Log()
+    start_s = time.monotonic()
+
+    def lap() -> None:
+        seen.seconds.append(round(time.monotonic() - start_s - sum(seen.seconds), 1))
+
     logger = logging.getLogger("tierfs")
     level = logger.level
     logger.addHandler(log)
     logger.setLevel(logging.INFO)
     try:
         async with opened(place) as (cache, promoter, hot):
+            lap()
             for file in FILES:
                 seen.blocks += await _compare(cache, hot, file)
+            lap()
             await _space(place, hot)
+            lap()
             begun = [model for model in MODELS if 0 < _hot_bytes(cache, hot, model) < _bytes_of(model)]
             async with trio.open_nursery() as nursery:
                 await nursery.start(lambda task_status: promoter.run(task_status=task_status))
                 promoter.resume(FILES)
                 await _idle(promoter)
                 nursery.cancel_scope.cancel()
+            lap()
             seen.begun = len(begun)
             seen.resumed = sum(_hot_bytes(cache, hot, model) == _bytes_of(model) for model in begun)
             for file in FILES:
                 await _compare(cache, hot, file)
+            lap()
             await _space(place, hot)
+            lap()
     finally:
         logger.removeHandler(log)
         logger.setLevel(level)

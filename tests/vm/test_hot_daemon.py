@@ -45,13 +45,15 @@ def test_a_daemon_killed_while_it_brings_models_into_hot_is_followed_by_one_that
     tables = {"hot": f'capacity = "{CAPACITY}"', "source": 'block_size = "256KiB"'}
     with Mounted(f"dir:{source}", tmp_path, "killed", **tables) as mounted:
         mounted.ask("warm", paths=[f"m{n}" for n in range(MODELS)], tier="warm")
-        usual_s = 2.0
+        started_s = time.monotonic()
+        mounted.ask("warm", paths=["m3"], tier="hot")
+        usual_s = time.monotonic() - started_s
         for number in range(KILLS):
             daemon = mounted.status()["daemon"]["pid"]
             ended: list[str] = []
             thread = threading.Thread(target=put_into_hot, args=(mounted, f"m{number % MODELS}", ended))
             thread.start()
-            time.sleep(point.uniform(0.2, usual_s))
+            time.sleep(point.uniform(0, usual_s))
             os.kill(daemon, signal.SIGKILL)
             thread.join(120)
             cut_off += ended != ["done"]
