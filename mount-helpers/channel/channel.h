@@ -1,7 +1,7 @@
 /* What the parts of the channel share.
  *
  *   kernel ──clone──► incoming.c ──► requests.c ──send──► daemon (Python)          one thread per clone
- *   kernel ◄──clone── replies.c  ◄── copy.c  ◄────recv──┘                          one drain thread per daemon, copiers
+ *   kernel ◄──clone── replies.c  ◄── copy.c  ◄────recv──┘                          drain threads per daemon, copiers
  *                                    main.c: control messages, deaths, restarts, deadlines          the main thread
  *
  * One lock guards all tables. Nobody holds it while reading a tier file, or waiting for anybody. */
@@ -21,6 +21,7 @@
 #define REPLY_BYTES_MAX 262144
 #define DIRECTORY_BYTES_MAX 65536 /* of one READDIR: its reply must fit the socket */
 #define CLONES_MAX 16
+#define DRAINERS 2 /* take replies, and copy what is in memory */
 #define GROUPS_MAX 256
 #define COPY_S 30.0         /* a tier that has not given its bytes by then never will: EIO */
 #define GIVEN_UP_MAX 32     /* READs remembered as deadly */
@@ -51,6 +52,7 @@ struct request {
     int clone;
     enum request_state state;
     bool answered;    /* the kernel has its reply; what still comes from the daemon is dropped */
+    bool waited;      /* for a daemon, and was counted for it */
     bool interrupted; /* a signal came; fatal or not is looked at again and again */
     unsigned failures;
     unsigned deaths; /* of daemons that had it */
@@ -79,10 +81,12 @@ struct tier_file {
     uint32_t generation, users;
     uint64_t size;
     bool dropped; /* closed by its last user */
+    bool memory;  /* a tmpfs: a read waits for nothing */
 };
 
 /* One daemon, and what it lent us. Goes when the daemon is dead and the last copy is over. */
 struct epoch {
+    struct channel *channel;
     unsigned number, users;
     pid_t pid;
     int pidfd, fuse_socket, control_socket;
@@ -93,7 +97,8 @@ struct epoch {
     uint32_t *leases;
     uint32_t lease_count;
     struct tier_file *files;
-    pthread_t drain;
+    pthread_t drains[DRAINERS];
+    unsigned drainers;
 };
 
 struct options {
@@ -201,7 +206,6 @@ struct incoming_argument { struct channel *channel; int clone; };
 
 /* replies.c, copy.c */
 void *replies_run(void *argument);
-struct replies_argument { struct channel *channel; struct epoch *epoch; };
 struct copy {
     struct copy *next;
     struct epoch *epoch;
@@ -212,7 +216,7 @@ struct copy {
     struct read_part parts[READ_PARTS_MAX];
 };
 int copiers_start(struct channel *c);
-void copy_begin(struct copy *copy);
+void copy_begin(struct channel *c, struct copy *copy);
 
 /* control.c */
 void control_receive(struct channel *c, struct epoch *e);

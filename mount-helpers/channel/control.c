@@ -3,12 +3,14 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/magic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include "parse.h"
@@ -146,7 +148,10 @@ static void file_add(struct channel *c, struct epoch *e, uint32_t serial, const 
     } else if (!acceptable(c, *fd, number64(body + 8))) {
         acknowledge(e, serial, EACCES, "not a regular file of the daemon's user on a tier's device, open for reading");
     } else {
-        e->files[slot] = (struct tier_file){.fd = *fd, .generation = number32(body + 4), .size = number64(body + 8)};
+        struct statfs system;
+        bool memory = fstatfs(*fd, &system) == 0 && system.f_type == TMPFS_MAGIC;
+        e->files[slot] = (struct tier_file){
+            .fd = *fd, .generation = number32(body + 4), .size = number64(body + 8), .memory = memory};
         *fd = -1;
         acknowledge(e, serial, 0, "");
     }

@@ -1,5 +1,6 @@
-/* The bytes of a READ: from the pool (mapped) or a tier file (pread) into the kernel, by a few threads. Copies out of
- * memory have threads of their own: a disk that does not answer must not hold them up. */
+/* The bytes of a READ: from the pool (mapped) or a tier file (pread) into the kernel. What is in memory is copied by the
+ * thread that took the reply, since a hop to another one takes longer than most copies; what is not, or is large and
+ * lies in a file, by threads of their own, which a disk that does not answer may hold up. */
 #include "channel.h"
 
 #include <errno.h>
@@ -8,20 +9,14 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-#define COPIERS 4 /* of each kind */
+#define COPIERS 4
+#define SMALL_BYTES 65536
 
-struct queue {
+static struct {
     pthread_mutex_t lock;
     pthread_cond_t work;
     struct copy *first, **end;
-};
-static struct queue memory_queue = {.lock = PTHREAD_MUTEX_INITIALIZER, .work = PTHREAD_COND_INITIALIZER};
-static struct queue file_queue = {.lock = PTHREAD_MUTEX_INITIALIZER, .work = PTHREAD_COND_INITIALIZER};
-
-struct copier {
-    struct channel *channel;
-    struct queue *queue;
-};
+} queue = {.lock = PTHREAD_MUTEX_INITIALIZER, .work = PTHREAD_COND_INITIALIZER};
 
 struct buffer {
     unsigned char *bytes;
@@ -29,9 +24,9 @@ struct buffer {
 };
 
 /* Gather the parts: places in the pool as they are, tier files through the buffer. 0, or the errno of the part that
- * failed, -1 where the file ended early. */
+ * failed, -1 where the file ended early. flags: RWF_NOWAIT (preadv2(2)) or 0. */
 static int gather(struct copy *copy, struct tier_file **files, struct buffer *buffer, struct iovec *vector,
-                  unsigned *failed) {
+                  unsigned *failed, int flags) {
     size_t used = 0, wanted = 0;
     for (unsigned i = 0; i < copy->header.count; i++)
         if (copy->parts[i].slot != SLOT_POOL)
@@ -57,8 +52,8 @@ static int gather(struct copy *copy, struct tier_file **files, struct buffer *bu
             return EBADF;
         vector[i] = (struct iovec){buffer->bytes + used, part->length};
         for (size_t done = 0; done < part->length;) {
-            ssize_t got = pread(files[i]->fd, buffer->bytes + used + done, part->length - done,
-                                (off_t)(part->offset + done));
+            struct iovec rest = {buffer->bytes + used + done, part->length - done};
+            ssize_t got = preadv2(files[i]->fd, &rest, 1, (off_t)(part->offset + done), files[i]->memory ? 0 : flags);
             if (got < 0 && errno == EINTR)
                 continue;
             if (got <= 0)
@@ -70,7 +65,8 @@ static int gather(struct copy *copy, struct tier_file **files, struct buffer *bu
     return 0;
 }
 
-static void run(struct channel *c, struct copy *copy, struct buffer *buffer) {
+/* False, and nothing done: it would have to wait for a medium (only with flags RWF_NOWAIT). */
+static bool run(struct channel *c, struct copy *copy, struct buffer *buffer, int flags) {
     struct iovec vector[READ_PARTS_MAX + 1];
     struct tier_file *files[READ_PARTS_MAX] = {0};
     struct request *r = copy->request;
@@ -82,9 +78,16 @@ static void run(struct channel *c, struct copy *copy, struct buffer *buffer) {
             files[i] = file_take(e, copy->parts[i].slot, copy->parts[i].generation);
     pthread_mutex_unlock(&c->lock);
 
-    int error = gather(copy, files, buffer, vector + 1, &failed);
+    int error = gather(copy, files, buffer, vector + 1, &failed, flags);
 
     pthread_mutex_lock(&c->lock);
+    if (error && flags) { /* whatever it is, who may wait meets it again */
+        for (unsigned i = 0; i < copy->header.count; i++)
+            if (files[i])
+                file_give_back(files[i]);
+        pthread_mutex_unlock(&c->lock);
+        return false;
+    }
     bool mine = !error && !r->answered;
     if (mine)
         r->answered = true; /* from here on the reply is ours to give: an interrupt finds it answered */
@@ -124,49 +127,55 @@ static void run(struct channel *c, struct copy *copy, struct buffer *buffer) {
     epoch_release(e);
     pthread_mutex_unlock(&c->lock);
     free(copy);
+    return true;
 }
 
 static void *copier_run(void *argument) {
-    struct copier *copier = argument;
-    struct queue *queue = copier->queue;
     struct buffer buffer = {0};
     for (;;) {
-        pthread_mutex_lock(&queue->lock);
-        while (!queue->first)
-            pthread_cond_wait(&queue->work, &queue->lock);
-        struct copy *copy = queue->first;
-        queue->first = copy->next;
-        if (!queue->first)
-            queue->end = &queue->first;
-        pthread_mutex_unlock(&queue->lock);
-        run(copier->channel, copy, &buffer);
+        pthread_mutex_lock(&queue.lock);
+        while (!queue.first)
+            pthread_cond_wait(&queue.work, &queue.lock);
+        struct copy *copy = queue.first;
+        queue.first = copy->next;
+        if (!queue.first)
+            queue.end = &queue.first;
+        pthread_mutex_unlock(&queue.lock);
+        (void)run(argument, copy, &buffer, 0);
     }
     return NULL;
 }
 
-/* Bounded by the table of requests: each has at most one copy. */
-void copy_begin(struct copy *copy) {
-    struct queue *queue = &memory_queue;
+/* Whether nothing but the pool's memory is copied. */
+static bool in_memory(const struct copy *copy) {
     for (unsigned i = 0; i < copy->header.count; i++)
         if (copy->parts[i].slot != SLOT_POOL)
-            queue = &file_queue;
+            return false;
+    return true;
+}
+
+/* Bounded by the table of requests: each has at most one copy. Without the lock. */
+void copy_begin(struct channel *c, struct copy *copy) {
+    if (copy->header.length <= SMALL_BYTES || in_memory(copy)) {
+        _Alignas(4096) unsigned char bytes[SMALL_BYTES];
+        struct buffer buffer = {bytes, sizeof bytes};
+        if (run(c, copy, &buffer, RWF_NOWAIT))
+            return;
+    }
     copy->next = NULL;
-    pthread_mutex_lock(&queue->lock);
-    if (!queue->end)
-        queue->end = &queue->first;
-    *queue->end = copy;
-    queue->end = &copy->next;
-    pthread_cond_signal(&queue->work);
-    pthread_mutex_unlock(&queue->lock);
+    pthread_mutex_lock(&queue.lock);
+    if (!queue.end)
+        queue.end = &queue.first;
+    *queue.end = copy;
+    queue.end = &copy->next;
+    pthread_cond_signal(&queue.work);
+    pthread_mutex_unlock(&queue.lock);
 }
 
 int copiers_start(struct channel *c) {
-    static struct copier copiers[2];
-    copiers[0] = (struct copier){c, &memory_queue};
-    copiers[1] = (struct copier){c, &file_queue};
-    for (int i = 0; i < 2 * COPIERS; i++) {
+    for (int i = 0; i < COPIERS; i++) {
         pthread_t thread;
-        int error = pthread_create(&thread, NULL, copier_run, &copiers[i % 2]);
+        int error = pthread_create(&thread, NULL, copier_run, c);
         if (error)
             return error;
         pthread_detach(thread);

@@ -112,6 +112,7 @@ struct epoch *epoch_start(struct channel *c, unsigned number) {
         goto failed;
     close(fuse[1]);
     close(control[1]);
+    e->channel = c;
     e->number = number;
     e->users = 1;
     e->pid = pid;

@@ -158,17 +158,13 @@ int main_take_over(struct channel *c, struct epoch *e, char *why, size_t why_siz
 static void start(struct channel *c, struct lifetime *life) {
     struct epoch *e = epoch_start(c, life->epochs + 1);
     pthread_mutex_lock(&c->lock);
-    if (e) {
-        struct replies_argument *argument = malloc(sizeof *argument);
-        if (argument)
-            *argument = (struct replies_argument){c, e};
-        if (!argument || pthread_create(&e->drain, NULL, replies_run, argument)) {
-            kill(e->pid, SIGKILL);
-            waitpid(e->pid, NULL, 0);
-            free(argument);
-            epoch_release(e);
-            e = NULL;
-        }
+    while (e && e->drainers < DRAINERS && !pthread_create(&e->drains[e->drainers], NULL, replies_run, e))
+        e->drainers++;
+    if (e && e->drainers == 0) {
+        kill(e->pid, SIGKILL);
+        waitpid(e->pid, NULL, 0);
+        epoch_release(e);
+        e = NULL;
     }
     c->epoch = e;
     c->replacing = false;
@@ -197,7 +193,8 @@ static int bury(struct channel *c, struct lifetime *life) {
     e->ready = false;
     pthread_mutex_unlock(&c->lock);
     shutdown(e->fuse_socket, SHUT_RDWR); /* nothing more comes; what is there is taken off before its end is seen */
-    pthread_join(e->drain, NULL);
+    for (unsigned i = 0; i < e->drainers; i++)
+        pthread_join(e->drains[i], NULL);
     pthread_mutex_lock(&c->lock);
     requests_requeue(c, !c->replacing && !c->stopping);
     inodes_forget_offers(c);

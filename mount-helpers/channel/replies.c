@@ -1,4 +1,5 @@
-/* From the daemon: one thread per daemon takes its replies off the socket and never waits for it, nor for a disk. */
+/* From the daemon: a few threads per daemon take its replies off the socket, and wait for nothing else, nor for a disk.
+ * The kernel asks in no order that replies would have to keep; what must be first (INIT) is answered before it asks on. */
 #include "channel.h"
 
 #include <errno.h>
@@ -57,7 +58,9 @@ static void taken_over(struct channel *c, struct epoch *e, const unsigned char *
     wake_main(c);
 }
 
-static void begin_copy(struct channel *c, struct epoch *e, struct request *r, const unsigned char *body, size_t length) {
+/* The copy that the reply asks for, to be begun when the lock is free; NULL: it asked for nonsense, and is over. */
+static struct copy *take_places(struct channel *c, struct epoch *e, struct request *r, const unsigned char *body,
+                                size_t length) {
     struct copy *copy = malloc(sizeof *copy);
     bool good = copy && parse_read_reply(body, length, r->offset, r->asked, &copy->header, copy->parts);
     for (unsigned i = 0; good && i < copy->header.count; i++) {
@@ -75,7 +78,7 @@ static void begin_copy(struct channel *c, struct epoch *e, struct request *r, co
         free(copy);
         r->state = REQUEST_QUEUED; /* nothing is owed any more */
         request_answer(c, r, -EIO);
-        return;
+        return NULL;
     }
     copy->epoch = e;
     copy->request = r;
@@ -84,7 +87,7 @@ static void begin_copy(struct channel *c, struct epoch *e, struct request *r, co
     r->state = REQUEST_COPYING;
     r->copying_since_s = now_s();
     e->users++;
-    copy_begin(copy);
+    return copy;
 }
 
 static void reply(struct channel *c, struct epoch *e, unsigned char *bytes, size_t length) {
@@ -95,6 +98,7 @@ static void reply(struct channel *c, struct epoch *e, unsigned char *bytes, size
     }
     unsigned char *body = bytes + sizeof header;
     length -= sizeof header;
+    struct copy *copy = NULL;
     pthread_mutex_lock(&c->lock);
     if (e->taking_over && header.unique == c->init_unique) {
         taken_over(c, e, body, length, header.error);
@@ -123,7 +127,7 @@ static void reply(struct channel *c, struct epoch *e, unsigned char *bytes, size
         goto out;
     }
     if (r->opcode == OP_READ && header.error == 0) {
-        begin_copy(c, e, r, body, length);
+        copy = take_places(c, e, r, body, length);
         goto out;
     }
     if (r->opcode == OP_INIT && header.error == 0) {
@@ -160,13 +164,12 @@ static void reply(struct channel *c, struct epoch *e, unsigned char *bytes, size
     request_remove(c, r);
 out:
     pthread_mutex_unlock(&c->lock);
+    if (copy)
+        copy_begin(c, copy);
 }
 
 void *replies_run(void *argument) {
-    struct replies_argument *given = argument;
-    struct channel *c = given->channel;
-    struct epoch *e = given->epoch;
-    free(given);
+    struct epoch *e = argument;
     unsigned char *bytes = malloc(REPLY_BYTES_MAX);
     while (bytes) {
         ssize_t length = recv(e->fuse_socket, bytes, REPLY_BYTES_MAX, 0);
@@ -174,7 +177,7 @@ void *replies_run(void *argument) {
             continue;
         if (length <= 0)
             break;
-        reply(c, e, bytes, (size_t)length);
+        reply(e->channel, e, bytes, (size_t)length);
     }
     free(bytes);
     return NULL;

@@ -103,8 +103,10 @@ void request_send(struct channel *c, struct request *r) {
     struct epoch *e = c->epoch;
     r->state = REQUEST_QUEUED;
     if (!e || !(e->ready || (r->opcode == OP_INIT && e->asked)) || c->replacing || c->stopping) {
-        if (!e || (e->number > 1 && !e->ready))
+        if (!r->waited && (!e || (e->number > 1 && !e->ready))) {
+            r->waited = true;
             count(c, COUNT_GRACE_WAITS, 1);
+        }
         return;
     }
     if (send(e->fuse_socket, r->bytes, r->length, MSG_DONTWAIT | MSG_NOSIGNAL) == (ssize_t)r->length) {

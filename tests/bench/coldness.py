@@ -36,6 +36,27 @@ def drop_caches(files: Iterable[Path]) -> None:
             os.close(descriptor)
 
 
+def read_past_the_cache(files: Iterable[Path]) -> None:
+    """Read files with O_DIRECT: this machine's page cache stays as it is.
+
+    The disk of a virtual machine is a file, or farther away: what was read a moment ago comes from its host's memory,
+    at five times the speed. So all that a run will read is read like this before, for every peer alike.
+    """
+    with mmap.mmap(-1, 4 << 20) as buffer:
+        for path in files:
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+            except OSError:  # not on a disk
+                continue
+            try:
+                while os.readv(descriptor, [buffer]):
+                    pass
+            except OSError:  # the rest of a file that does not end with a sector
+                pass
+            finally:
+                os.close(descriptor)
+
+
 def resident_pages(path: Path) -> tuple[int, int]:
     """(pages in memory, pages) of a file. Maps it without touching it, so that asking brings nothing in."""
     with path.open("rb") as file:

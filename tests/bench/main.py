@@ -25,7 +25,7 @@ import peers as other
 import report
 import tierfs_peers as ours
 import workloads
-from coldness import RESIDENT_SHARE_MAX, drop_caches, resident_share
+from coldness import RESIDENT_SHARE_MAX, drop_caches, read_past_the_cache, resident_share
 from processes import PeerFailed, Workspace
 from report import Report, Sample
 from watching import Watch
@@ -198,6 +198,7 @@ class Bench:
             )
         first = (workload.name, peer.name) not in self._checked
         before = peer.counters()
+        read_past_the_cache(self._on_the_disk(peer))
         with Watch(peer.pids(), memory_tier=peer.memory_tier()) as watch:
             result = workload.run(peer, self.reading, first)
         self._checked.add((workload.name, peer.name))
@@ -220,6 +221,11 @@ class Bench:
             problem=f"thrown out: {objection}" if objection else "",
             extra={**counted, **result.extra},
         )
+
+    def _on_the_disk(self, peer: other.Peer) -> list[Path]:
+        """The files behind a peer's."""
+        device = os.stat(self.setting.work.directory).st_dev
+        return [path for path in peer.cold_files() if os.stat(path).st_dev == device]
 
     def _make_cold(self, peer: other.Peer, *, source_cached: bool) -> float:
         """Drop the caches and return the share that is in memory all the same."""

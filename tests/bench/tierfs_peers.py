@@ -247,42 +247,32 @@ class TierfsWarmDirect(TierfsWarm):
     mount_options = ("--set", "mount.mode=direct")
 
 
-class TierFile(TierfsWarm):
-    """The object in the warm tier itself, past tierfs: what a passthrough open can reach at best."""
+class TierFile(Peer):
+    """The very objects that `TierfsWarm` opens, past tierfs: what a passthrough open can reach at best.
+
+    No copy of them: where an object lies on the disk, and in how many pieces, decides its speed as well.
+    """
 
     name = "tier file"
 
-    _show_objects = False
-
     @property
     def file(self) -> Path:
-        return self._object(self.setting.large.path) if self._show_objects else super().file
+        return self._object(self.setting.large.path)
 
     @property
     def gguf(self) -> Path:
-        return self._object(self.setting.gguf) if self._show_objects else super().gguf
+        return self._object(self.setting.gguf)
 
     def _object(self, path: Path) -> Path:
         size_bytes = path.stat().st_size
-        (found,) = (file for file, length in files_below(self.warm / "objects").items() if length == size_bytes)
-        return found
+        objects = files_below(self.work.path(TierfsWarm.name.replace(" ", "-")) / "warm" / "objects")
+        for file, length in objects.items():
+            if length == size_bytes:
+                return file
+        raise PeerFailed(f"{TierfsWarm.name} is not there, or has no object of {size_bytes} bytes")
 
     def start(self) -> None:
-        super().start()
-        self.unmount_export()
-        self._show_objects = True
-
-    def prepare(self) -> None:
-        """Nothing runs beside it."""
-
-    def counters(self) -> dict[str, float]:
-        return {}
-
-    def memory_limit_bytes(self) -> int | None:
-        return None
-
-    def objection(self, counted: dict[str, float]) -> str:
-        return ""
+        _ = self.file
 
 
 class TierfsPartly(Tierfs):

@@ -19,7 +19,7 @@ from tests.local_tiers import BLOCK, Content, PoolLease, buffer, object_files, r
 from tests.pmem_pools import DAX, persistent_folder
 from tierfs.blocks.ids import ObjectKey, digest_block
 from tierfs.blocks.spans import Span
-from tierfs.tiers.interface import Offer
+from tierfs.tiers.interface import Checked, Offer
 from tierfs.tiers.local import DirectoryTier
 from tierfs.tiers.pmem.library import PmemError
 from tierfs.tiers.pmem.pool import Pool
@@ -324,6 +324,70 @@ def test_pinned_object_is_not_evicted(kit: Kit) -> None:
             assert await second.fill(tier) > 0
             assert await first.hits(tier) == 0
             assert await second.hits(tier) == 8
+
+    run(test)
+
+
+def test_what_an_operator_keeps_makes_room_for_itself_and_stays(kit: Kit) -> None:
+    async def test() -> None:
+        hot, kept = Content(1, 10 * BLOCK, model="hot"), Content(2, 10 * BLOCK, model="kept")
+        now_s = 1e6
+        async with running(kit.tier(capacity_bytes=15 * BLOCK, clock=lambda: now_s)) as tier:
+            tier.keep(kept.key)
+            for _ in range(3):
+                now_s += 60
+                await hot.fill(tier)
+            assert await kept.fill(tier) >= 9  # the first one waits for what gives way
+            await kept.fill(tier)
+            assert tier.resident_bytes(kept.key) == 10 * BLOCK
+            for _ in range(9):
+                now_s += 60
+                await hot.fill(tier)
+            assert tier.resident_bytes(kept.key) == 10 * BLOCK
+            assert await tier.evict(kept.key) == 0
+            tier.let_go(kept.key)
+            assert await tier.evict(kept.key) > 0
+
+    run(test)
+
+
+def test_a_check_finds_what_is_bad_and_counts_no_hit(kit: Kit) -> None:
+    async def test() -> None:
+        content = Content(1, 5 * BLOCK)
+        async with running(kit.tier()) as tier:
+            await content.fill(tier)
+            ((facts, keys),) = tier.objects()
+            assert (facts.key, facts.size_bytes, facts.path, content.key in keys) == (
+                content.key, 5 * BLOCK, content.facts.path, True,
+            )  # fmt: skip
+            (file,) = kit.files()
+            with file.open("r+b") as opened:
+                opened.seek(2 * BLOCK)
+                opened.write(b"\0wrong\0")
+            found = [await tier.check_block(content.key, block, buffer(BLOCK)) for block in content.blocks]
+            assert found == [Checked.GOOD, Checked.GOOD, Checked.BAD, Checked.GOOD, Checked.GOOD]
+            assert not tier.resident(content.key, 2)
+            assert (tier.statistics().corrupt_blocks, tier.statistics().hit_blocks) == (1, 0)
+            assert await tier.check_block(content.key, 2, buffer(BLOCK)) is Checked.GONE
+            before = tier.statistics().used_bytes
+            assert content.offer(tier, 2) is Offer.ACCEPTED
+            await tier.flush()
+            assert tier.statistics().used_bytes == before  # its space had been counted all the while
+
+    run(test)
+
+
+def test_another_capacity_is_kept_from_now_on(kit: Kit) -> None:
+    async def test() -> None:
+        contents = [Content(seed, 4 * BLOCK, model=f"m{seed}") for seed in range(3)]
+        async with running(kit.tier()) as tier:
+            for content in contents:
+                await content.fill(tier)
+            tier.resize(capacity_bytes=9 * BLOCK, high_watermark=0.99, low_watermark=0.98, write_queue_bytes=BLOCK)
+            assert tier.statistics().high_bytes == int(0.99 * 9 * BLOCK)
+            while tier.statistics().used_bytes > 9 * BLOCK:  # noqa: ASYNC110  # the tier shows its state
+                await trio.sleep(0.01)
+            assert len(tier.objects()) == 2
 
     run(test)
 

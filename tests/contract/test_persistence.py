@@ -200,7 +200,8 @@ def test_what_finds_no_slot_in_the_pool_makes_colder_objects_give_way(
             statistics = tier.statistics()
             assert statistics.state == "ok"
             assert (statistics.bypassed_blocks, statistics.evicted_blocks) == (1, 1)
-            await until(lambda: tier.statistics().objects == 3 == len(object_files(folder)))
+            await until(lambda: not tier._removals._leaving)
+            assert tier.statistics().objects == 3 == len(object_files(folder))
             await new.fill(tier)
             assert await new.hits(tier) == 1
             assert [await content.hits(tier) for content in old] == [0, 1, 1, 1]  # the coldest went

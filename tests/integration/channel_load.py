@@ -14,7 +14,7 @@ from tierfs.wire.channel import COUNTERS_BYTES, decode_counters
 
 BLOCK = 4 << 20
 MODELS = 8
-END_S = 60.0
+END_S = 120.0
 PROGRAM = Path(__file__).with_name("kill_load.py")
 
 

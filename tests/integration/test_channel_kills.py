@@ -27,7 +27,8 @@ from tierfs.control.socket import ask
 KILLS = int(os.environ.get("TIERFS_KILLS", "0"))
 EVERY_S = 2.0
 START_KILLS = 4  # daemons in a row that do not get through their start
-READY_S = 60.0
+READY_S = 120.0
+GRACE_S = 300  # on a slow machine several daemons in a row take a while to not get through their start
 FDS_LENT = 64  # objects of the warm tier there may be at once, and then some
 SHOWN = ("passthrough_opens", "cached_opens", "held_back_opens", "replays", "grace_waits", "pending_max")
 
@@ -197,6 +198,7 @@ def small_warm_mount(mount: MakeMount, serve: Callable[..., Serve], truth: Path,
         warm=f'path = "{tmp_path}/warm"\ncapacity = "96MiB"',
         mode="channel",
         timeout="60s",
+        options=f'restart_grace = "{GRACE_S}s"',
         extra='[memory]\nlimit = "96MiB"\n',
     )
 

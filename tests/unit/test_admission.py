@@ -28,6 +28,11 @@ def test_admission_by_loads(mode: Mode, opens_s: list[float], admitted: bool) ->
     assert admission.admits(KEY) is admitted
 
 
+@pytest.mark.parametrize(("mode", "admitted"), [("first", True), ("second", False), ("pinned", True)])
+def test_what_is_pinned_enters_where_pins_decide(mode: Mode, admitted: bool) -> None:
+    assert HotAdmission(mode).admits(KEY, pinned=True) is admitted
+
+
 def test_contents_are_counted_apart() -> None:
     admission = HotAdmission("second")
     admission.opened(KEY, 0.0)

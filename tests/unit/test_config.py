@@ -17,7 +17,8 @@ from tierfs.config.addresses import (
     parse_source_url,
 )
 from tierfs.config.load import load_mount_config, load_serve_config, serve_config_for_directory
-from tierfs.config.relations import load_token
+from tierfs.config.memory import MemoryRoom, default_memory_limit, memory_room
+from tierfs.config.relations import load_token, on_tmpfs
 
 MIB = 1 << 20
 SOURCE = '[source]\nurl = "tierfs://10.0.0.5:7411/models"\n'
@@ -41,7 +42,7 @@ def test_the_source_is_all_that_is_needed(write: Write) -> None:
     assert config.source.url == "tierfs://10.0.0.5:7411/models"
     assert config.hot is None and config.warm is None
     assert config.source.timeout == 30
-    assert config.memory.limit == 1024 * MIB
+    assert config.memory.limit == default_memory_limit(memory_room(), least_bytes=64 * MIB)
     assert config.mount.allow_other and config.mount.max_background == 64
     assert config.mount.request_timeout == 60, "source.timeout and 30 s"
     assert config.state_dir.is_absolute()
@@ -75,7 +76,19 @@ def test_a_flag_goes_before_the_file_and_the_file_before_the_default(
     assert config.warm.directories == (tmp_path / "here",), "the flag replaces the file's paths"
     assert config.source.connections == 8
     assert not config.mount.allow_other
-    assert config.memory.limit == 1024 * MIB
+    assert config.memory.limit == default_memory_limit(memory_room(), least_bytes=64 * MIB)
+
+
+@pytest.mark.skipif(not on_tmpfs(Path("/dev/shm")), reason="/dev/shm is no tmpfs here")
+def test_a_tier_on_a_tmpfs_gets_no_more_than_memory_has(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = SOURCE + '[hot]\npath = "/dev/shm/tierfs-test-that-is-never-made"\n'
+    room = MemoryRoom(total_bytes=64 << 30, limit_bytes=160 * MIB, available_bytes=160 * MIB, cgroup="/sys/fs/cgroup/a")
+    monkeypatch.setattr("tierfs.config.load.memory_room", lambda pid: room)
+    config = load_mount_config(write(text))
+    assert config.memory.limit == 64 * MIB
+    assert config.hot is not None and config.hot.capacity == int(96 * MIB * 0.9)
+    with pytest.raises(ConfigError, match="hot.capacity is missing, and beside memory.limit .* the cgroup /sys/fs/cg"):
+        load_mount_config(write(text), {"memory.limit": "160MiB"})
 
 
 def test_a_tier_without_a_capacity_gets_one_from_its_disk(write: Write, tmp_path: Path) -> None:

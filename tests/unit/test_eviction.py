@@ -81,6 +81,16 @@ def test_victims(case: tuple[dict[str, tuple[float, float]], list[Candidate], in
         assert [victim.key for victim in victims] == [key(name) for name in expected]
 
 
+def test_for_what_an_operator_pinned_everything_gives_way_that_is_not_pinned() -> None:
+    hot = heats(a=(9.0, 1.0), new=(0.1, 60.0))
+    candidates = [candidate("a/1"), candidate("a/2", pinned=True), candidate("new/old", last_use_s=1.0)]
+    found = choose_victims(candidates, hot, needed_bytes=20, wanted_bytes=20, now_s=NOW_S, incoming=b"new", urgent=True)
+    assert [victim.key for victim in found] == [key("new/old"), key("a/1")]
+    assert not choose_victims(
+        candidates, hot, needed_bytes=21, wanted_bytes=21, now_s=NOW_S, incoming=b"new", urgent=True
+    )
+
+
 def test_heat_halves_every_half_life() -> None:
     heat = Heat(8.0, NOW_S, NOW_S)
     assert heat.at(NOW_S + 3 * HOUR_S, HOUR_S) == pytest.approx(1.0)

@@ -1,12 +1,13 @@
 """Which mode a configuration gets, and the command line of the channel."""
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from tierfs.app import launch
-from tierfs.blocks.errors import ConfigError
+from tierfs.blocks.errors import ConfigError, ControlError
 from tierfs.config.load import load_mount_config
 from tierfs.config.schema import MountConfig
 
@@ -95,3 +96,19 @@ def test_the_directories_of_a_user_become_the_users_but_nothing_beyond_them(tmp_
     assert launch.state_directory(settings, "/mnt/x").stat().st_uid == user
     assert launch.log_path(settings, "/mnt/x").parent.stat().st_uid == user
     assert (outside.stat().st_uid, (tmp_path / "state").stat().st_uid) == (0, 0)
+
+
+def test_what_a_running_channel_keeps_is_named(tmp_path: Path) -> None:
+    line = launch.command("sleep", config(tmp_path), "/mnt", ["60"])
+    # A process with that command line, as the channel is.
+    with subprocess.Popen(["sh", "-c", "sleep 60 & wait", *line], stdin=subprocess.DEVNULL) as process:
+        try:
+            assert launch.kept_options(config(tmp_path), "/mnt", process.pid) == []
+            changed = config(tmp_path, 'allow_other = false\nread_ahead = "1MiB"\nrestart_grace = "5s"')
+            kept = launch.kept_options(changed, "/mnt", process.pid)
+            assert kept == ["mount.allow_other", "mount.read_ahead", "mount.restart_grace"]
+        finally:
+            subprocess.run(["pkill", "-P", str(process.pid)], check=False)
+            process.kill()
+    with pytest.raises(ControlError, match="cannot be looked at"):
+        launch.kept_options(config(tmp_path), "/mnt", 2**22 + 1)

@@ -296,14 +296,14 @@ def test_a_lone_span_lies_in_the_tier_and_a_sequential_one_in_the_pool(tmp_path:
             assert tier.held == 1 and len(cache.memory) == 0
             lone.hold.release()
             assert tier.held == 0
-            assert cache.locate_nowait(FILE, Span(5, 0, 10)) is None
+            assert cache.locate_nowait(FILE, Span(5, 0, 10), sequential=True) is None
             for _ in range(2):
                 part = await cache.locate(FILE, Span(5, 0, 10), sequential=True)
                 assert part.lent is None and bytes_at(cache, part) == DATA[5 * BLOCK : 5 * BLOCK + 10]
                 part.hold.release()
             assert cache.statistics.tier_bytes == BLOCK
             assert cache.statistics.memory_hit_blocks == 0  # counted where nobody had to wait
-            part_nowait = cache.locate_nowait(FILE, Span(5, 0, 10))
+            part_nowait = cache.locate_nowait(FILE, Span(5, 0, 10), sequential=True)
             assert part_nowait is not None and cache.statistics.memory_hit_blocks == 1
             part_nowait.hold.release()
 

@@ -6,6 +6,7 @@ itself (clearing a dead mount, owning its directories) is done here, by root, be
 """
 
 import hashlib
+import itertools
 import math
 import os
 import pwd
@@ -23,6 +24,16 @@ from tierfs.fuse.channel import ENVIRONMENT as UNDER_A_CHANNEL
 
 PROGRAM = "tierfs-channel"
 ENVIRONMENT = "TIERFS_CHANNEL_PROGRAM"
+
+# What a channel is told once, when it mounts: its option and the key of the configuration.
+_KEYS = {
+    "--allow-other": "mount.allow_other",
+    "--read-ahead": "mount.read_ahead",
+    "--max-background": "mount.max_background",
+    "--restart-grace": "mount.restart_grace",
+    "--tier": "the tiers' directories (objects on a device it does not know are not read in passthrough)",
+}
+_FLAGS = frozenset({"--allow-other"})
 
 
 @dataclass(frozen=True)
@@ -110,18 +121,39 @@ def check_user(config: MountConfig, channel_pid: int) -> None:
     """Refuse a ``mount.user`` that is not the user this channel starts its daemons as. Raises ControlError."""
     if os.geteuid() != 0:
         return
-    try:
-        words = Path(f"/proc/{channel_pid}/cmdline").read_bytes().split(b"\0")
-    except OSError as error:
-        raise ControlError(f"the channel (pid {channel_pid}) cannot be looked at: {error.strerror}") from error
-    options = words[: words.index(b"--")] if b"--" in words else words
-    has = int(options[options.index(b"--user") + 1].partition(b":")[0]) if b"--user" in options else 0
+    options = _options_of(channel_pid)
+    has = int(options[options.index("--user") + 1].partition(":")[0]) if "--user" in options else 0
     wanted = 0 if config.mount.user is None else pwd.getpwnam(config.mount.user).pw_uid
     if has != wanted:
         raise ControlError(
             f"mount.user is {config.mount.user or 'not set'}, but the daemons of this mount run as uid {has}:"
             " unmount and mount again to change it"
         )
+
+
+def kept_options(config: MountConfig, mountpoint: str, channel_pid: int) -> list[str]:
+    """The keys that this configuration has another value for than the running channel, which keeps its own.
+
+    Raises ControlError.
+    """
+    has = _options_of(channel_pid)
+    wants = command(PROGRAM, config, mountpoint, [])
+    return [key for option, key in _KEYS.items() if _values(has, option) != _values(wants, option)]
+
+
+def _values(words: list[str], option: str) -> list[str]:
+    if option in _FLAGS:
+        return [word for word in words if word == option]
+    return [value for word, value in itertools.pairwise(words) if word == option]
+
+
+def _options_of(channel_pid: int) -> list[str]:
+    """The running channel's command line up to the daemon's."""
+    try:
+        words = os.fsdecode(Path(f"/proc/{channel_pid}/cmdline").read_bytes()).split("\0")
+    except OSError as error:
+        raise ControlError(f"the channel (pid {channel_pid}) cannot be looked at: {error.strerror}") from error
+    return words[: words.index("--")] if "--" in words else words
 
 
 def under_a_channel() -> bool:

@@ -3,7 +3,7 @@
     source ─ publication ─► tree ─► filesystem ─► operations ─► FUSE session
                  │                      │
                  └─ content ids ─► block cache ─► tiers (hot, warm)
-    control socket: status, where, warm, stop
+    control socket: status, where, warm, stop (control/commands.py), pin, evict, verify, reload (control/operate.py)
 
 In channel mode `tierfs-channel` owns the mount and started this process (fuse/channel.py): it mounts when asked, and
 while another daemon follows this one (``epoch`` > 1) the mount, and what readers have open, stay.
@@ -28,7 +28,8 @@ from pathlib import Path
 import trio
 
 from tierfs.app import launch
-from tierfs.app.limits import raise_descriptor_limit
+from tierfs.app.limits import memory_notes, raise_descriptor_limit
+from tierfs.app.reload import Reloader, Reread
 from tierfs.app.secrets import client_tls
 from tierfs.blocks.errors import ConfigError, ControlError, MountFailed, SourceUnavailable, TierfsError, first
 from tierfs.blocks.ids import VersionId
@@ -37,16 +38,18 @@ from tierfs.cache.block_cache import BlockCache
 from tierfs.cache.buffers import BufferPool
 from tierfs.cache.prefetcher import Prefetcher
 from tierfs.cache.promoter import Promoter
+from tierfs.catalog.pin_store import PinStore
 from tierfs.catalog.remembered import Remembered
 from tierfs.catalog.schema import Kind, Publication
 from tierfs.catalog.superseded import SupersededStore
 from tierfs.config import addresses
 from tierfs.config.relations import load_token
 from tierfs.config.schema import MountConfig
-from tierfs.control import commands, registry
+from tierfs.control import commands, operate, registry
 from tierfs.control import socket as control_socket
 from tierfs.fs.filesystem import Filesystem
 from tierfs.fs.inodes import Inodes
+from tierfs.fs.pins import Pins
 from tierfs.fs.tree import Tree
 from tierfs.fuse.channel import Channel
 from tierfs.fuse.kernel import KernelLimits, apply_limits, mount_at
@@ -66,8 +69,7 @@ _BLOCKS_MIN = 16
 _REMEMBERED_AFTER_S = 5.0  # how long a start waits for the source when it has a remembered publication
 _STOP_LIMIT_S = 8.0  # after this the watchdog ends the process; the promise is 10 s
 _UNMOUNTED_S = 2.0  # the channel unmounts when it is told that the mount shall end
-_READ_PAGES = 256  # of the kernel's largest read, unless fs.fuse.max_pages_limit says something else
-_READ_PAGES_MAX = 1024  # the channel asks for no more
+_READ_BYTES = 256 * 4096  # the kernel's largest read: the channel asks for no more
 _CONTENT_BATCH_S = 1.0  # content ids arrive one by one while the server digests
 
 
@@ -173,6 +175,8 @@ def mount(
     *,
     channel: Channel | None,
     config_path: str,
+    reread: Reread,
+    given_keys: frozenset[str],
     options: list[str],
     log_file: str,
     ready: Callable[[str], None],
@@ -186,13 +190,17 @@ def mount(
     With ``given_fd`` somebody else has mounted (fuse/given.py): ``mountpoint`` only names the mount, and the descriptor
     of that number is its /dev/fuse; under a channel, which has it, only its being given counts.
 
+    ``reread`` gives the configuration anew for a reload; ``given_keys`` are those that this one was given.
+
     ``ready`` is called once readers may come, with what a person should know all the same, or nothing. Raises a
     TierfsError when the mount cannot be made.
     """
     raise_descriptor_limit()
     if channel is None or channel.epoch == 1:
         clear_the_way(config, mountpoint, given=given_fd is not None)
-    daemon = _Mount(config, mountpoint, channel, config_path, options, log_file, ready, given_fd)
+    daemon = _Mount(
+        config, mountpoint, channel, config_path, reread, given_keys, options, log_file, ready, given_fd
+    )  # fmt: skip
     try:
         trio.run(daemon.run)
     except* TierfsError as group:
@@ -209,6 +217,8 @@ class _Mount:
         mountpoint: str,
         channel: Channel | None,
         config_path: str,
+        reread: Reread,
+        given_keys: frozenset[str],
         options: list[str],
         log_file: str,
         ready: Callable[[str], None],
@@ -220,6 +230,9 @@ class _Mount:
         self._mountpoint = mountpoint
         self._channel = channel
         self._config_path = config_path
+        self._reread = reread
+        self._given_keys = given_keys
+        self._reloader: Reloader | None = None
         self._options = options
         self._log_file = log_file
         self._ready = ready
@@ -232,6 +245,7 @@ class _Mount:
             raise ConfigError(f"state_dir: cannot make {self._state}: {error.strerror}") from error
         self._remembered = Remembered(self._state)
         self._superseded = SupersededStore(self._state / "superseded.json")
+        self._pin_store = PinStore(self._state / "pins.json")
         self._taking_over = channel is not None and channel.epoch > 1
         self._before: Publication | None = None  # what the daemon before this one showed
 
@@ -262,6 +276,9 @@ class _Mount:
                 check_largest_read(block_bytes, memory_limit_bytes=config.memory.limit)
                 for tier in tiers:
                     tier.lender = self._channel
+            # Before the tiers run: what is pinned must not be evicted in between.
+            pins = Pins(tiers, self._pin_store, await trio.to_thread.run_sync(self._pin_store.load))
+            pins.follow(tree)
             for tier in tiers:
                 await outer.start(_running, tier)
                 if tier.mapped and tier.statistics().medium == "directory":
@@ -280,6 +297,7 @@ class _Mount:
                 pool.sweep = self._channel.sweep
                 self._channel.on_read_failed = cache.failed
             cache.learn(publication.contents)
+            cache.is_pinned = pins.is_pinned
             await outer.start(_running, cache)
             prefetcher = Prefetcher(cache, bytes_per_s=config.readahead.rate_max)
             await outer.start(_running, prefetcher)
@@ -306,8 +324,9 @@ class _Mount:
             await outer.start(_running, promoter)
             if self._channel is not None and self._taking_over:
                 await self._take_over(self._channel, filesystem, publication)
-            outer.start_soon(self._follow, source, filesystem, publication)
-            await self._serve(filesystem, prefetcher, promoter)
+            await outer.start(lambda task_status: pins.run(cache, task_status=task_status))
+            outer.start_soon(self._follow, source, filesystem, publication, pins)
+            await self._serve(filesystem, prefetcher, promoter, pins, tiers)
             outer.cancel_scope.cancel()
 
     async def _take_over(self, channel: Channel, filesystem: Filesystem, publication: Publication) -> None:
@@ -322,7 +341,14 @@ class _Mount:
         self._before = None
         filesystem.adopt_all(handles)
 
-    async def _serve(self, filesystem: Filesystem, prefetcher: Prefetcher, promoter: Promoter) -> None:
+    async def _serve(
+        self,
+        filesystem: Filesystem,
+        prefetcher: Prefetcher,
+        promoter: Promoter,
+        pins: Pins,
+        tiers: list[DirectoryTier],
+    ) -> None:
         options = self._config.mount
         presentation = Presentation(
             uid=os.geteuid() if options.uid is None else options.uid,
@@ -331,6 +357,17 @@ class _Mount:
         )
         channel = self._channel
         operations = Operations(filesystem, presentation, channel)
+        self._reloader = Reloader(
+            self._config,
+            self._reread,
+            self._given_keys,
+            channel=channel is not None,
+            filesystem=filesystem,
+            prefetcher=prefetcher,
+            operations=operations,
+            tiers=tiers,
+            pins=pins,
+        )
         async with AsyncExitStack() as stack:
             self._register()
             session = stack.enter_context(
@@ -349,15 +386,18 @@ class _Mount:
                 mode_reason=self._mode_reason(),
                 channel=channel,
                 memory_limit_bytes=self._config.memory.limit,
+                memory_notes=await trio.to_thread.run_sync(memory_notes, self._config),
                 filesystem=filesystem,
                 prefetcher=prefetcher,
                 promoter=promoter,
                 requests=operations.statistics,
                 kernel=KernelLimits(),
                 stop=self._stopping.set,
+                pins=pins,
             )
+            handlers = {**commands.handlers(daemon), **operate.handlers(daemon, self._reloader.reload)}
             registry.socket_path(self._mountpoint).unlink(missing_ok=True)  # of a daemon before this one
-            await nursery.start(control_socket.serve, registry.socket_path(self._mountpoint), commands.handlers(daemon))
+            await nursery.start(control_socket.serve, registry.socket_path(self._mountpoint), handlers)
             nursery.start_soon(self._stop_when_told, session, nursery.cancel_scope)
             nursery.start_soon(self._announce, daemon)
             await session.serve()
@@ -421,9 +461,14 @@ class _Mount:
         )
 
     async def _signals(self, scope: trio.CancelScope) -> None:
-        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as received:
+        # Under a channel SIGHUP is for the channel, which replaces this process.
+        reloading = () if self._channel is not None else (signal.SIGHUP,)
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, *reloading) as received:
             async for number in received:
                 log.info("signal number=%d", number)
+                if number == signal.SIGHUP:
+                    await self._reload()
+                    continue
                 if self._channel is not None:
                     self._end(scope)
                     continue
@@ -431,6 +476,14 @@ class _Mount:
                 _watchdog()
                 if mount_at(self._mountpoint) is None:
                     scope.cancel()  # still starting
+
+    async def _reload(self) -> None:
+        if self._reloader is None:
+            return  # still starting, from the same file
+        try:
+            await self._reloader.reload()
+        except TierfsError as error:
+            log.error("reload_refused reason=%r", str(error))
 
     def _mode_reason(self) -> str:
         by = "" if self._given_fd is None else "; somebody else has mounted"
@@ -494,7 +547,7 @@ class _Mount:
         log.warning("source_down_at_start using=remembered-catalog generation=%d reason=%s", generation, reason)
         return remembered
 
-    async def _follow(self, source: Source, filesystem: Filesystem, publication: Publication) -> None:
+    async def _follow(self, source: Source, filesystem: Filesystem, publication: Publication, pins: Pins) -> None:
         """Take over each new publication; a new generation's tree is built in a thread, then put in place at once."""
         cache = filesystem.cache
         while True:
@@ -513,6 +566,7 @@ class _Mount:
                 while self._channel is not None and not self._superseded.covers(filesystem.superseded_by(tree)):
                     await trio.to_thread.run_sync(self._superseded.replace, filesystem.superseded_by(tree))
                 filesystem.replace(tree)
+                pins.follow(tree)
                 await trio.to_thread.run_sync(self._superseded.replace, filesystem.superseded_by(tree))  # prunes
                 known = {VersionId(e.version) for e in newest.catalog.entries if e.kind is Kind.FILE}
                 cache.retain(known | filesystem.open_versions())
@@ -528,12 +582,7 @@ def check_largest_read(block_bytes: int, *, memory_limit_bytes: int) -> None:
     """Refuse blocks of which the kernel's largest read touches more than the channel takes in one reply, or than half
     of the memory (what requests under way may hold together) has twice. Raises MountFailed.
     """
-    try:
-        pages = int(Path("/proc/sys/fs/fuse/max_pages_limit").read_text())
-    except (OSError, ValueError):
-        pages = _READ_PAGES
-    read_bytes = min(pages, _READ_PAGES_MAX) * 4096
-    blocks = read_bytes // block_bytes + 1
+    blocks = _READ_BYTES // block_bytes + 1
     if memory_limit_bytes < 4 * blocks * block_bytes:
         raise MountFailed(
             f"memory.limit is {format_bytes(memory_limit_bytes)}, but a read of the kernel touches {blocks} of the"

@@ -131,7 +131,9 @@ class BlockCache:
         # Loads under way hold up to half of the buffers: what waits for one must never hold them all.
         self.gathering = PartBudget(pool.slots // 2)
         self._source_busy = Busy()
-        self._tier_busy = Busy()
+        self._tier_busy = {tier.name: Busy() for tier in self.tiers}
+        self._tier_bytes = {tier.name: 0 for tier in self.tiers}
+        self.is_pinned: Callable[[VersionId], bool] = lambda version: False  # see fs/pins.py
         self._nursery: trio.Nursery | None = None
         # The prefetcher listens: a load ended; a prefetched block was read; a sequential reader has to wait.
         self.on_room: Callable[[], None] = lambda: None
@@ -188,7 +190,12 @@ class BlockCache:
 
     def hot_admits(self, version: VersionId) -> bool:
         """Whether that content may enter the hot tier by being read."""
-        return self._hot_admission.admits(self.key(version))
+        return self._hot_admission.admits(self.key(version), pinned=self.is_pinned(version))
+
+    def configure(self, *, source_timeout_s: float, hot_admission: Mode) -> None:
+        """Other settings for all waits that begin, and all blocks that come, from now on."""
+        self._timeout_s = source_timeout_s
+        self._hot_admission.mode = hot_admission
 
     def closed(self, version: VersionId) -> None:
         """The counterpart of opened()."""
@@ -233,14 +240,15 @@ class BlockCache:
         """
         return await self._find(file, span, sequential, self._read_span, self._serve)
 
-    def locate_nowait(self, file: FileFacts, span: Span) -> Part | None:
-        """Where that span lies, if its block is in memory. The caller releases the part's hold once."""
+    def locate_nowait(self, file: FileFacts, span: Span, *, sequential: bool) -> Part | None:
+        """As locate(), if it need not wait: in memory, or in a tier's file that is open and lent already."""
         key = self.key(file.version)
         found = self.memory.get((key, span.block))
-        if found is None:
-            return None
-        self.statistics.memory_hit_blocks += 1
-        return self._place((key, span.block), found, span)
+        if found is not None:
+            self.statistics.memory_hit_blocks += 1
+            return self._place((key, span.block), found, span)
+        tier = self._nearest(key, span.block)
+        return tier.locate_nowait(key, span) if tier is not None and (tier.mapped or not sequential) else None
 
     async def bring(self, file: FileFacts, span: Span, *, sequential: bool) -> None:
         """Wait until locate() need not wait for a load of that block, and hold nothing. Raises as the reads do."""
@@ -298,9 +306,6 @@ class BlockCache:
 
     async def _locate(self, tier: LocalTier, key: ObjectKey, span: Span) -> Part | None:
         """tier.locate, but a disk that does not answer holds a task of the cache, not the reader."""
-        part = tier.locate_nowait(key, span)
-        if part is not None:
-            return part
         found: list[Part | None] = []
         gone = False
 
@@ -414,10 +419,10 @@ class BlockCache:
         """Bytes a second from the source while something was fetched; 0 while nothing was."""
         return self.statistics.source_bytes / self._source_busy.total_s if self._source_busy.total_s else 0.0
 
-    @property
-    def tier_rate(self) -> float:
-        """Bytes a second from local tiers, likewise."""
-        return self.statistics.tier_bytes / self._tier_busy.total_s if self._tier_busy.total_s else 0.0
+    def rate_of(self, tier: LocalTier) -> float:
+        """Bytes a second from that tier while whole blocks were loaded from it, likewise."""
+        busy_s = self._tier_busy[tier.name].total_s
+        return self._tier_bytes[tier.name] / busy_s if busy_s else 0.0
 
     @property
     def loading(self) -> int:
@@ -536,10 +541,11 @@ class BlockCache:
             buffer = await self.pool.acquire(timeout_s=self._timeout_s)
             try:
                 for tier in holders:
-                    with self._tier_busy:
+                    with self._tier_busy[tier.name]:
                         found = await tier.read_block(key, block, buffer.view[:length])
                     if found:
                         self.statistics.tier_bytes += length
+                        self._tier_bytes[tier.name] += length
                         digest = tier.digest(key, block) or digest_block(buffer.view[:length])
                         return self._keep(file, key, block, load, buffer, length, digest)
             except BaseException:
@@ -606,7 +612,7 @@ class BlockCache:
             return there
         self.memory.add((key, block), kept)
         for tier in self.tiers:
-            if tier.name != "hot" or self._hot_admission.admits(key):
+            if tier.name != "hot" or self.hot_admits(file.version):
                 self.offer(file, block, kept, tier)
         self.pool.notify()
         return kept

@@ -31,12 +31,16 @@ class Prefetcher:
         self._queues: OrderedDict[FileFacts, deque[int]] = OrderedDict()
         self._wake = trio.Event()
         self.dropped_blocks = 0
-        self._rate = RateBudget(bytes_per_s) if bytes_per_s else None
+        self.set_rate(bytes_per_s)
         most = max(1, prefetch_blocks(_BUDGET, Usage(pool_blocks=cache.pool.slots, demand_blocks=0, unread_blocks=0)))
         self.pace = Pace(floor_blocks=min(_RUN_AHEAD_BLOCKS, most), ceiling_blocks=most)
         cache.on_room = self._signal
         cache.on_wait = self._waited
         cache.on_prefetched_read = self._read
+
+    def set_rate(self, bytes_per_s: int | None) -> None:
+        """Start no more than that from now on; None: no limit."""
+        self._rate = RateBudget(bytes_per_s) if bytes_per_s else None
 
     def plan(self, file: FileFacts, blocks: range) -> int | None:
         """Prefetch these blocks, in this order. Never waits; returns the first block for which there was no room."""

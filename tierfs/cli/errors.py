@@ -8,13 +8,13 @@ from tierfs.blocks.errors import TierfsError
 
 
 @contextmanager
-def one_line() -> Iterator[None]:
-    """Print expected trouble as one line and exit with status 1."""
+def one_line(status: int = 1) -> Iterator[None]:
+    """Print expected trouble as one line and exit with that status."""
     try:
         yield
     except TierfsError as error:
         message = " ".join(str(error).split())
         print(f"tierfs: {message}", file=sys.stderr)
-        raise SystemExit(1) from None
+        raise SystemExit(status) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

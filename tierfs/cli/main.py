@@ -3,7 +3,7 @@
 import typer
 
 from tierfs import __version__
-from tierfs.cli import mount, restart, serve, status, warm, where
+from tierfs.cli import doctor, evict, mount, pin, reload, restart, serve, status, top, verify, warm, where
 
 app = typer.Typer(
     help="Model weights from the nearest tier.",
@@ -19,6 +19,13 @@ app.command("restart")(restart.restart)
 app.command("status")(status.status)
 app.command("warm")(warm.warm)
 app.command("where")(where.where)
+app.command("doctor")(doctor.doctor)
+app.command("pin")(pin.pin)
+app.command("unpin")(pin.unpin)
+app.command("evict")(evict.evict)
+app.command("verify")(verify.verify)
+app.command("top")(top.top)
+app.command("reload")(reload.reload)
 
 
 def _version(value: bool) -> None:

@@ -27,7 +27,7 @@ from tierfs.app import launch, logs
 from tierfs.app import mount as app_mount
 from tierfs.blocks.errors import ControlError, MountFailed, TierfsError
 from tierfs.cli.errors import one_line
-from tierfs.config.load import load_mount_config
+from tierfs.config.load import given_keys, load_mount_config
 from tierfs.config.schema import MountConfig
 from tierfs.control import registry
 from tierfs.control.socket import ask
@@ -66,7 +66,8 @@ def mount(
             given.check(fuse_fd)
         place = _absolute(name or mountpoint)
         stack.enter_context(_failure_told(place))
-        settings = load_mount_config(config, overrides(option))
+        file, changes = config.absolute(), overrides(option)
+        settings = load_mount_config(config, changes)
         log_file = str(launch.log_path(settings, place))
         if not foreground:
             _start_daemon(settings, config, place, fuse_fd, option or [], log_file)
@@ -88,7 +89,9 @@ def mount(
                 settings,
                 place,
                 channel=channel,
-                config_path=str(config.absolute()),
+                config_path=str(file),
+                reread=lambda: (load_mount_config(file, changes), given_keys(file, changes)),
+                given_keys=given_keys(file, changes),
                 options=option or [],
                 log_file=log_file if daemon else "",
                 ready=lambda note: waiting.tell(f"ready {note}"),
@@ -233,6 +236,7 @@ def _start_daemon(
                 assert words is not None
                 line = words.read().decode(errors="replace").strip().rpartition("\n")[2]
                 line = line or f"the daemon ended (status {child.poll()}) and did not say why; its log: {log_file}"
+                line += f" (`tierfs doctor {config}` says what this machine lacks)"
             if line and settings.mount.user is not None:
                 line = f"the daemon, as the user {settings.mount.user}: {line}"  # root may do what that user may not
             child.terminate()

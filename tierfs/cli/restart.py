@@ -8,6 +8,7 @@ configuration, a tier of a newer format) is refused while the old daemon still r
 import contextlib
 import os
 import signal
+import sys
 import time
 from typing import Annotated
 
@@ -42,6 +43,7 @@ def restart(mountpoint: Annotated[str, typer.Argument(help="Where the tierfs is 
         launch.prepare(settings, record.mountpoint)  # a directory that is new in the configuration
         for directory in launch.tier_directories(settings):
             check_format(directory)
+        kept = launch.kept_options(settings, record.mountpoint, record.pid)
         was_starting = not record.daemon_alive  # one that fails just now may not have seen what was put right
         registry.forget_failure(record)
         os.kill(record.pid, signal.SIGHUP)
@@ -51,6 +53,10 @@ def restart(mountpoint: Annotated[str, typer.Argument(help="Where the tierfs is 
                 raise ControlError(f"the channel of {record.mountpoint} ended; its log: {record.log_file}")
             with contextlib.suppress(ControlError):
                 if next(ask(record, "status", timeout_s=2.0))["daemon"]["pid"] != record.daemon_pid:
+                    if kept:
+                        print(
+                            f"tierfs: unmount and mount again for these to change: {'; '.join(kept)}", file=sys.stderr
+                        )
                     return
             reason = registry.failure(record)
             if reason and was_starting:

@@ -1,4 +1,4 @@
-"""`tierfs status [MOUNTPOINT] [--json]`."""
+"""`tierfs status [MOUNTPOINT] [--json]`, and `tierfs status --ready PATH` for probes."""
 
 import json
 import os
@@ -10,6 +10,7 @@ from rich.table import Table
 
 from tierfs.blocks.units import format_bytes, format_duration
 from tierfs.cli.errors import one_line
+from tierfs.cli.paths import in_one_mount
 from tierfs.control import registry
 from tierfs.control.socket import ask
 
@@ -17,9 +18,16 @@ from tierfs.control.socket import ask
 def status(
     mountpoint: Annotated[str | None, typer.Argument(help="All mounts of this user when left out.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the documented JSON instead.")] = False,
+    ready: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="Only whether PATH can be loaded from here: status 0 or 1."),
+    ] = None,
 ) -> None:
     """Tiers, what is resident, health. Never touches the mount and never waits for the source."""
     with one_line():
+        if ready is not None:
+            _ready(ready, as_json)
+            return
         if mountpoint is None:
             _list(as_json)
             return
@@ -28,6 +36,18 @@ def status(
             print(json.dumps(answer, indent=2))
         else:
             _print(answer)
+
+
+def _ready(path: str, as_json: bool) -> None:
+    record, relative = in_one_mount([path])
+    answer = next(ask(record, "ready", paths=relative))
+    if as_json:
+        print(json.dumps(answer, indent=2))
+    else:
+        eta = "" if answer["ready"] or answer["eta_s"] is None else f"; load time from here {answer['eta_s']:.1f} s"
+        print(f"{answer['path']}: {'ready' if answer['ready'] else 'not ready'}: {answer['reason']}{eta}")
+    if not answer["ready"]:
+        raise SystemExit(1)
 
 
 def _list(as_json: bool) -> None:
@@ -67,13 +87,15 @@ def _print(answer: dict[str, Any]) -> None:
         f"memory  {format_bytes(memory['used_bytes'])} of {format_bytes(memory['limit_bytes'])};"
         f" oldest request {answer['oldest_request_s']:.1f} s, open files {answer['open_files']}"
     )
+    for note in memory["notes"]:
+        console.print(f"        {note}")
     console.print(
         f"kernel  read-ahead {format_bytes(kernel['read_ahead_bytes'])}, background {kernel['max_background']}"
     )
     channel = answer["channel"]
     if channel is not None:
         kept_back = sum(sum(tier["kept_back"].values()) for tier in answer["tiers"].values())
-        reason = "" if kernel["passthrough"] else f" (none: {kernel['passthrough_reason']})"
+        reason = "" if kernel["passthrough"] else f" (none: {kernel['passthrough_reason']}; see `tierfs doctor`)"
         console.print(
             f"channel pid {channel['pid']}, daemon {channel['epoch']} of this mount; passthrough{reason}:"
             f" opens {channel['passthrough_opens']}, held back {channel['held_back_opens']},"
@@ -82,12 +104,13 @@ def _print(answer: dict[str, Any]) -> None:
         )
     for note in kernel["notes"]:
         console.print(f"        {note}")
-    table = Table("model", "size", "resident", "load from here", box=None, pad_edge=False)
+    table = Table("model", "size", "resident", "pinned", "load from here", box=None, pad_edge=False)
     for model in answer["models"][:50]:
         # Rounded down: 100 % is all of it.
         percent = 100 * model["resident_bytes"] // model["bytes"] if model["bytes"] else 100
         eta = "?" if model["eta_s"] is None else f"{model['eta_s']:.1f} s"
-        table.add_row(model["path"], format_bytes(model["bytes"]), f"{percent} %", eta)
+        pinned = format_bytes(model["pinned_bytes"]) if model["pinned_bytes"] else ""
+        table.add_row(model["path"], format_bytes(model["bytes"]), f"{percent} %", pinned, eta)
     console.print(table)
     if len(answer["models"]) > 50:
         console.print(f"and {len(answer['models']) - 50} more; --json has all")

@@ -1,17 +1,15 @@
 """`tierfs warm PATH... [--tier hot|warm] [--check]`."""
 
-import sys
 from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
 from tierfs.blocks.errors import ControlError
 from tierfs.blocks.units import format_bytes
 from tierfs.cli.errors import one_line
 from tierfs.cli.paths import in_one_mount
+from tierfs.cli.progress import bar
 from tierfs.control.socket import ask
 
 
@@ -27,12 +25,9 @@ def warm(
             _check(ask(record, "where", paths=relative), tier)
             return
         last: dict[str, Any] = {}
-        columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
-            task = progress.add_task("warming", total=None)
+        with bar("warming") as show:
             for last in ask(record, "warm", paths=relative, tier=tier, timeout_s=120.0):
-                done = last["done_bytes"] + last["bypassed_bytes"] + last["failed_bytes"]
-                progress.update(task, total=last["total_bytes"], completed=done)
+                show(last["total_bytes"], last["done_bytes"] + last["bypassed_bytes"] + last["failed_bytes"])
         if last["failed_bytes"]:
             raise ControlError(f"{format_bytes(last['failed_bytes'])} could not be brought: {last['trouble']}")
         if last["bypassed_bytes"]:

@@ -1,7 +1,7 @@
 """`tierfs where PATH...`: bytes per tier and the load time to expect."""
 
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,20 +13,34 @@ from tierfs.control.socket import ask
 
 def where(
     paths: Annotated[list[str], typer.Argument(help="Files or directories in a mount.")],
-    as_json: Annotated[bool, typer.Option("--json")] = False,
+    files: Annotated[bool, typer.Option("--files", help="Each file as well.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the documented JSON instead.")] = False,
 ) -> None:
     """Say where the bytes are, and how long a load from here will take."""
     with one_line():
         record, relative = in_one_mount(paths)
-        answers = list(ask(record, "where", paths=relative))
+        answers = list(ask(record, "where", paths=relative, files=files))
         if as_json:
             print(json.dumps(answers, indent=2))
             return
         for answer in answers:
-            tiers = ", ".join(f"{name} {format_bytes(count)}" for name, count in answer["tiers"].items())
-            eta = "not known yet" if answer["eta_s"] is None else f"{answer['eta_s']:.1f} s"
-            print(
-                f"{answer['path']}: {format_bytes(answer['bytes'])} in {answer['files']} files;"
-                f" {tiers or 'no local tier'}, only at the source {format_bytes(answer['missing_bytes'])};"
-                f" load time {eta}"
-            )
+            rates = answer["bytes_per_s"]
+            placed = _placed(answer, rates)
+            print(f"{answer['path']}: {format_bytes(answer['bytes'])} in {answer['files']} files; {placed}")
+            for file in answer.get("per_file", ()):
+                print(f"  {file['path']}: {format_bytes(file['bytes'])}; {_placed(file, rates)}")
+        measured = ", ".join(f"{name} {format_bytes(int(rate))}/s" for name, rate in rates.items() if rate)
+        print(f"at the rates measured so far: {measured or 'none yet'}")
+
+
+def _placed(answer: dict[str, Any], rates: dict[str, float]) -> str:
+    tiers = ", ".join(f"{name} {format_bytes(count)}" for name, count in answer["tiers"].items())
+    unmeasured = [name for name, count in answer["tiers"].items() if count and not rates[name]]
+    if answer["eta_s"] is None:
+        eta = "not known yet"
+    elif unmeasured:
+        eta = f"{answer['eta_s']:.1f} s and what {' and '.join(unmeasured)} takes, which is not measured yet"
+    else:
+        eta = f"{answer['eta_s']:.1f} s"
+    missing = format_bytes(answer["missing_bytes"])
+    return f"{tiers or 'no local tier'}, only at the source {missing}; load time {eta}"

@@ -17,6 +17,7 @@ import msgspec
 
 from tierfs.blocks.errors import ConfigError
 from tierfs.blocks.units import Duration, Rate, Share, Size, parse_bytes, parse_duration, parse_rate, parse_share
+from tierfs.config.memory import memory_room
 from tierfs.config.relations import complete_mount, complete_serve
 from tierfs.config.schema import MountConfig, ServeConfig
 
@@ -24,15 +25,31 @@ Overrides = Mapping[str, object]
 _S = TypeVar("_S", bound=msgspec.Struct)
 
 
-def load_mount_config(path: Path | str, overrides: Overrides | None = None) -> MountConfig:
+def load_mount_config(path: Path | str, overrides: Overrides | None = None, *, pid: int | str = "self") -> MountConfig:
     """The configuration of a mount: the file at ``path`` with ``overrides`` over it.
+
+    ``pid`` is the process whose cgroups say how much memory there is for computed defaults.
 
     ``overrides`` maps full keys to values as TOML would give them (``{"warm.capacity": "1GiB"}``); None means not
     given. Relative paths in the file start at the file's directory, those of overrides at the working directory.
     Raises ConfigError.
     """
     document = _Document.read(Path(path), overrides or {}, MountConfig)
-    return complete_mount(_build(MountConfig, document.table, "", document), document.mistake)
+    return complete_mount(_build(MountConfig, document.table, "", document), document.mistake, memory_room(pid))
+
+
+def given_keys(path: Path | str, overrides: Overrides | None = None) -> frozenset[str]:
+    """The full keys that the file or the overrides of a mount give; the others have defaults. Raises ConfigError."""
+    table = _Document.read(Path(path), overrides or {}, MountConfig).table
+    return frozenset(key for key in keys(MountConfig) if _is_given(table, key.split(".")))
+
+
+def _is_given(table: object, parts: list[str]) -> bool:
+    for part in parts:
+        if not isinstance(table, dict) or part not in table:
+            return False
+        table = table[part]
+    return True
 
 
 def load_serve_config(path: Path | str, overrides: Overrides | None = None) -> ServeConfig:

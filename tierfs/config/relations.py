@@ -1,7 +1,8 @@
 """Relations between keys, and defaults that depend on the machine. Called by load.py on a well-typed configuration.
 
 ``mistake(key, text)`` makes the error of a key; it knows the file. What this looks at outside is small: token and
-certificate files must be readable, exports must be directories, and a tier without a capacity gets one from its disk.
+certificate files must be readable, exports must be directories, a tier without a capacity gets one from its disk, and
+what is memory has what the machine and the cgroups of this process leave for it.
 """
 
 import contextlib
@@ -15,11 +16,14 @@ import msgspec
 from tierfs.blocks.errors import ConfigError
 from tierfs.blocks.units import Duration, Size, format_bytes, format_duration
 from tierfs.config.addresses import DirectorySource, parse_listen, parse_source_url, valid_export_name
+from tierfs.config.memory import MemoryRoom, default_memory_limit
+from tierfs.config.mounts import mount_of, mounts, nearest_existing
 from tierfs.config.schema import (
     COMPUTED_DURATION,
     COMPUTED_SIZE,
     ExportConfig,
     KernelMountConfig,
+    MemoryConfig,
     MountConfig,
     ServeConfig,
 )
@@ -48,7 +52,7 @@ def load_token(path: Path) -> bytes:
     return token
 
 
-def complete_mount(config: MountConfig, mistake: Mistake) -> MountConfig:
+def complete_mount(config: MountConfig, mistake: Mistake, room: MemoryRoom) -> MountConfig:
     """The configuration with computed defaults filled in. Raises ConfigError where keys contradict each other."""
     source = config.source
     try:
@@ -66,6 +70,9 @@ def complete_mount(config: MountConfig, mistake: Mistake) -> MountConfig:
     _check_token(source.token_file, "source.token_file", mistake)
     _check_readable(source.tls_ca_file, "source.tls_ca_file", mistake)
     _check_block_size(source.block_size, "source.block_size", mistake)
+    if config.memory.limit == COMPUTED_SIZE:
+        limit = default_memory_limit(room, least_bytes=BLOCKS_IN_MEMORY_MIN * source.block_size)
+        config = msgspec.structs.replace(config, memory=MemoryConfig(limit=limit))
     if source.url.startswith("dir:"):  # of another source it is known, and checked, once it is reached
         _check_memory(config.memory.limit, "memory.limit", source.block_size, mistake)
     _positive(source.rescan, "source.rescan", mistake)
@@ -80,7 +87,7 @@ def complete_mount(config: MountConfig, mistake: Mistake) -> MountConfig:
             f"{format_duration(source.timeout)}",
         )
     _check_channel(mount, mistake)
-    return _complete_tiers(msgspec.structs.replace(config, mount=mount), mistake)
+    return _complete_tiers(msgspec.structs.replace(config, mount=mount), room, mistake)
 
 
 def complete_serve(config: ServeConfig, mistake: Mistake) -> ServeConfig:
@@ -163,7 +170,7 @@ def _check_readahead(config: MountConfig, mistake: Mistake) -> None:
         raise mistake("mount.read_ahead", f"is {format_bytes(config.mount.read_ahead)}; expected at least 4KiB")
 
 
-def _complete_tiers(config: MountConfig, mistake: Mistake) -> MountConfig:
+def _complete_tiers(config: MountConfig, room: MemoryRoom, mistake: Mistake) -> MountConfig:
     hot, warm = config.hot, config.warm
     used: list[tuple[str, Path]] = []
     if hot is not None:
@@ -185,7 +192,10 @@ def _complete_tiers(config: MountConfig, mistake: Mistake) -> MountConfig:
             if first.is_relative_to(second) or second.is_relative_to(first):
                 raise mistake(key, f'has "{path}"; expected a directory apart from "{other}" of {other_key}')
     if hot is not None and hot.capacity == COMPUTED_SIZE:
-        hot = msgspec.structs.replace(hot, capacity=_default_capacity([hot.path], "hot.capacity", mistake))
+        capacity = _default_capacity([hot.path], "hot.capacity", mistake)
+        if on_tmpfs(hot.path):
+            capacity = _within_memory(capacity, hot.path, config.memory.limit, room, mistake)
+        hot = msgspec.structs.replace(hot, capacity=capacity)
     if warm is not None and warm.capacity == COMPUTED_SIZE:
         warm = msgspec.structs.replace(warm, capacity=_default_capacity(warm.directories, "warm.capacity", mistake))
     return msgspec.structs.replace(config, hot=hot, warm=warm)
@@ -212,6 +222,25 @@ def _default_capacity(directories: Iterable[Path], key: str, mistake: Mistake) -
     if capacity < PAGE_BYTES:
         raise mistake(key, 'is missing and no space is free; expected a size such as "64GiB"')
     return Size(capacity)
+
+
+def on_tmpfs(directory: Path) -> bool:
+    """Whether what is written there takes memory. Raises OSError."""
+    entry = mount_of(nearest_existing(directory), mounts())
+    return entry is not None and entry.file_system in ("tmpfs", "ramfs")
+
+
+def _within_memory(capacity: Size, directory: Path, buffers_bytes: int, room: MemoryRoom, mistake: Mistake) -> Size:
+    """The capacity, or what memory has left beside the daemon's buffers where that is less: a tmpfs promises more."""
+    free = min(room.available_bytes + _allocated_bytes(directory), room.limit_bytes) - buffers_bytes
+    fitting = int(free * CAPACITY_SHARE)
+    if fitting < PAGE_BYTES:
+        raise mistake(
+            "hot.capacity",
+            f"is missing, and beside memory.limit ({format_bytes(buffers_bytes)}) {room.owner} has no memory left;"
+            ' expected a size such as "64GiB", or no hot tier',
+        )
+    return Size(min(capacity, fitting))
 
 
 def _allocated_bytes(directory: Path) -> int:

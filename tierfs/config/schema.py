@@ -21,8 +21,9 @@ MIB = 1 << 20
 _Id = Annotated[int, Meta(ge=0, le=2**32 - 2)]  # the highest means "no change" to the kernel
 BLOCK_BYTES = Size(4 * MIB)
 TEXT_DEFAULTS = {  # what the documentation says where a default is computed
-    "hot.capacity": "90% of what its file system has for it",
+    "hot.capacity": "90% of what its file system has for it, and on a tmpfs of what the machine and its cgroups have",
     "warm.capacity": "90% of what its file systems have for it",
+    "memory.limit": "1GiB, but at most a quarter of what the machine and its cgroups have",
     "mount.request_timeout": "source.timeout and 30 s",
     "mount.uid": "the owner of the daemon",
     "mount.gid": "the group of the daemon",
@@ -84,8 +85,8 @@ class HotConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Literal["first", "second", "pinned"],
         Meta(
             description="what enters by being loaded: `first` everything, `second` what is loaded a second time,"
-            " `pinned` nothing (`tierfs warm --tier hot` brings models in whatever this says). A model that is warm"
-            " already is brought as a whole, once its load is over"
+            " `pinned` what is pinned (`tierfs warm` and `tierfs pin` with `--tier hot` bring models in whatever this"
+            " says). A model that is warm already is brought as a whole, once its load is over"
         ),
     ] = "first"
 
@@ -113,7 +114,7 @@ class WarmConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class MemoryConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The daemon's buffers."""
 
-    limit: Annotated[Size, Meta(description="most bytes of buffers; at least 16 blocks")] = Size(1024 * MIB)
+    limit: Annotated[Size, Meta(description="most bytes of buffers; at least 16 blocks")] = COMPUTED_SIZE
 
 
 class ReadaheadConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

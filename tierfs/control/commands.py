@@ -1,4 +1,4 @@
-"""What a daemon answers on its control socket: status, where, warm, check, stop.
+"""What a daemon answers on its control socket: status, where, warm, check, stop. See operate.py for the rest.
 
 None of it waits for the source or touches the mount, so it works when everything else hangs. The keys are an
 interface (docs/STATUS.md).
@@ -20,6 +20,7 @@ from tierfs.cache.prefetcher import Prefetcher
 from tierfs.cache.promoter import Promoter
 from tierfs.control.socket import Handler, Reply, Send
 from tierfs.fs.filesystem import Filesystem
+from tierfs.fs.pins import Pins
 from tierfs.fs.tree import Tree
 from tierfs.fuse.channel import Channel
 from tierfs.fuse.kernel import KernelLimits, limits_of
@@ -39,12 +40,14 @@ class Daemon:
     mode_reason: str
     channel: Channel | None
     memory_limit_bytes: int
+    memory_notes: list[str]  # what is wrong with it, and what to do
     filesystem: Filesystem
     prefetcher: Prefetcher
     promoter: Promoter
     requests: RequestStatistics
     kernel: KernelLimits
     stop: Callable[[], None]
+    pins: Pins
 
     @property
     def cache(self) -> BlockCache:
@@ -63,12 +66,12 @@ def handlers(daemon: Daemon) -> Mapping[str, Handler]:
         await send(await status(daemon))
 
     async def where_(request: Mapping[str, Any], send: Send) -> None:
-        for path in _paths(request):
-            await send(await where(daemon, path))
+        for path in paths_of(request):
+            await send(await where(daemon, path, per_file=bool(request.get("files"))))
 
     async def warm_(request: Mapping[str, Any], send: Send) -> None:
-        tier = _tier(daemon, request.get("tier"))
-        files = [file for path in _paths(request) for file in daemon.filesystem.files_below(path)]
+        tier = tier_of(daemon, request.get("tier"))
+        files = [file for path in paths_of(request) for file in daemon.filesystem.files_below(path)]
         progress = mover.WarmProgress(total_bytes=sum(file.size_bytes for file in files))
 
         async def report() -> None:
@@ -120,6 +123,7 @@ async def status(daemon: Daemon) -> Reply:
             "hit_blocks": cache.statistics.memory_hit_blocks,
             "unread_blocks": cache.memory.prefetched_unread,
             "dropped_unread_blocks": cache.memory.dropped_unread,
+            "notes": daemon.memory_notes,
         },
         "kernel": asdict(daemon.kernel if daemon.channel is None else limits_of(daemon.channel)),
         "requests": {
@@ -151,19 +155,31 @@ def _channel(channel: Channel, cache: BlockCache) -> Reply:
     }
 
 
-async def where(daemon: Daemon, path: bytes) -> Reply:
+async def where(daemon: Daemon, path: bytes, *, per_file: bool = False) -> Reply:
     """Bytes per tier of what lies at or below a path, and how long a load from here would take."""
     files = daemon.filesystem.files_below(path)
+    cache = daemon.cache
+    rates: dict[str, float] = {tier.name: cache.rate_of(tier) for tier in cache.tiers}
+    answer = {
+        "path": os.fsdecode(path),
+        "files": len(files),
+        **await _placed(daemon, files),
+        "bytes_per_s": {**rates, "source": cache.source_rate},
+    }
+    if per_file:
+        answer["per_file"] = [{"path": os.fsdecode(file.path), **await _placed(daemon, [file])} for file in files]
+    return answer
+
+
+async def _placed(daemon: Daemon, files: Sequence[FileFacts]) -> Reply:
     counts = await _count(daemon, files)
     total = sum(file.size_bytes for file in files)
     return {
-        "path": os.fsdecode(path),
-        "files": len(files),
         "bytes": total,
         "tiers": {tier.name: counts[tier.name] for tier in daemon.cache.tiers},
         "resident_bytes": counts["resident"],
         "missing_bytes": total - counts["resident"],
-        "eta_s": _eta_s(daemon, total, counts["resident"]),
+        "eta_s": _eta_s(daemon, total, counts),
     }
 
 
@@ -177,13 +193,14 @@ async def _models(daemon: Daemon, tree: Tree) -> list[Reply]:
     models = []
     for model, files in by_model.items():
         total = sum(file.size_bytes for file in files)
-        resident = (await _count(daemon, files))["resident"]
+        counts = await _count(daemon, files)
         models.append(
             {
                 "path": os.fsdecode(model),
                 "bytes": total,
-                "resident_bytes": resident,
-                "eta_s": _eta_s(daemon, total, resident),
+                "resident_bytes": counts["resident"],
+                "pinned_bytes": sum(file.size_bytes for file in files if daemon.pins.is_pinned(file.version)),
+                "eta_s": _eta_s(daemon, total, counts),
             }
         )
     return models
@@ -213,17 +230,27 @@ async def _count(daemon: Daemon, files: Sequence[FileFacts]) -> dict[str, int]:
     return counts
 
 
-def _eta_s(daemon: Daemon, total_bytes: int, resident_bytes: int) -> float | None:
-    """Expected seconds to load from here, by the rates measured so far; None while the source's is not known."""
+def _eta_s(daemon: Daemon, total_bytes: int, counts: Mapping[str, int]) -> float | None:
+    """Expected seconds to load from here, by the rates measured so far; None while the source's is not known.
+
+    Each byte counts where it is nearest. A tier that nothing was loaded from yet counts as no wait.
+    """
     cache = daemon.cache
-    missing = total_bytes - resident_bytes
+    left = counts["resident"]
+    missing = total_bytes - left
     if missing and not cache.source_rate:
         return None
     seconds = missing / cache.source_rate if missing else 0.0
-    return seconds + (resident_bytes / cache.tier_rate if cache.tier_rate else 0.0)
+    for tier in cache.tiers:
+        nearest = min(left, counts[tier.name])
+        left -= nearest
+        rate = cache.rate_of(tier)
+        seconds += nearest / rate if rate else 0.0
+    return seconds
 
 
-def _tier(daemon: Daemon, name: object) -> LocalTier:
+def tier_of(daemon: Daemon, name: object) -> LocalTier:
+    """The tier of that name; the farthest one for None. Raises ControlError."""
     for tier in reversed(daemon.cache.tiers):
         if name is None or tier.name == name:
             return tier
@@ -232,7 +259,8 @@ def _tier(daemon: Daemon, name: object) -> LocalTier:
     )
 
 
-def _paths(request: Mapping[str, Any]) -> list[bytes]:
+def paths_of(request: Mapping[str, Any]) -> list[bytes]:
+    """The paths a request is about, relative to the mountpoint. Raises ControlError."""
     paths = request.get("paths")
     if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
         raise ControlError("the request has no list of paths")

@@ -63,15 +63,22 @@ class Record:
 
 def runtime_directory() -> Path:
     """Where records and sockets are; made if missing, for this user alone."""
-    if os.environ.get(ENVIRONMENT):
-        directory = Path(os.environ[ENVIRONMENT])
-    elif os.geteuid() == 0:
-        directory = _ROOT
-    elif os.environ.get("XDG_RUNTIME_DIR"):
-        directory = Path(os.environ["XDG_RUNTIME_DIR"]) / "tierfs"
-    else:
-        directory = Path(tempfile.gettempdir()) / f"tierfs-{os.geteuid()}"
+    directory = _place()
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return _owned(directory)
+
+
+def _place() -> Path:
+    if os.environ.get(ENVIRONMENT):
+        return Path(os.environ[ENVIRONMENT])
+    if os.geteuid() == 0:
+        return _ROOT
+    if os.environ.get("XDG_RUNTIME_DIR"):
+        return Path(os.environ["XDG_RUNTIME_DIR"]) / "tierfs"
+    return Path(tempfile.gettempdir()) / f"tierfs-{os.geteuid()}"
+
+
+def _owned(directory: Path) -> Path:
     if directory.stat().st_uid != os.geteuid():
         raise ControlError(f"{directory} belongs to another user")
     return directory
@@ -88,8 +95,11 @@ def user_directory(uid: int, gid: int) -> Path:
 
 
 def _directories() -> list[Path]:
-    """Every runtime directory this process answers for."""
-    directory = runtime_directory()
+    """Every runtime directory this process answers for, as far as there are any: looking makes none."""
+    directory = _place()
+    if not directory.exists():
+        return []
+    _owned(directory)
     return [directory, *sorted(directory.glob("u[0-9]*"))] if directory == _ROOT else [directory]
 
 

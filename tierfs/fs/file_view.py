@@ -36,7 +36,7 @@ class FileView:
         self._cache = cache
         self._prefetcher = prefetcher
         self.readahead = readahead
-        self._request_timeout_s = request_timeout_s
+        self.request_timeout_s = request_timeout_s
         self._go_on = go_on
 
     async def read(self, offset_bytes: int, length_bytes: int) -> memoryview | bytes | bytearray:
@@ -57,7 +57,7 @@ class FileView:
                 data = await self._cache.read_soon(facts, first)
             if data is not None:
                 return data
-        with trio.fail_after(self._request_timeout_s):
+        with trio.fail_after(self.request_timeout_s):
             if not rest:
                 return await self._cache.read(facts, first, sequential=plan.sequential)
             return await self._read_parts([first, *rest], length_bytes, sequential=plan.sequential)
@@ -73,10 +73,10 @@ class FileView:
         plan = self._observe(offset_bytes, length_bytes)
         first, *rest = spans(offset_bytes, length_bytes, self._cache.block_bytes)
         if not rest:
-            part = self._cache.locate_nowait(self.facts, first)
+            part = self._cache.locate_nowait(self.facts, first, sequential=plan.sequential)
             if part is not None:
                 return [part]
-        with trio.fail_after(self._request_timeout_s):
+        with trio.fail_after(self.request_timeout_s):
             if not rest:
                 return [await self._cache.locate(self.facts, first, sequential=plan.sequential)]
             return await self._locate_parts([first, *rest], sequential=plan.sequential)

@@ -68,6 +68,13 @@ class Filesystem:
         self._linked_names: dict[bytes, Node] | None = None
         cache.learn({VersionId(r.version): ContentId(r.content) for r in self._superseded.values() if r.content})
 
+    def configure(self, readahead: ReadaheadConfig, *, request_timeout_s: float) -> None:
+        """Other settings: readahead's for files opened from now on, the deadline for all requests from now on."""
+        self._readahead = readahead
+        self._request_timeout_s = request_timeout_s
+        for view in self._views.values():
+            view.request_timeout_s = request_timeout_s
+
     def superseded_by(self, tree: Tree) -> list[Superseded]:
         """What must be kept of open versions that the tree lacks, before it is put in place."""
         records = {inode: record for inode, record in self._superseded.items() if tree.node(inode) is None}

@@ -9,27 +9,17 @@ Sources: Documentation/filesystems/fuse, Documentation/ABI/testing/sysfs-class-b
 import contextlib
 import logging
 import os
-import re
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tierfs.blocks.errors import MountFailed
+from tierfs.config.mounts import mount_at as mount_at
 from tierfs.fuse.channel import Channel
 
 log = logging.getLogger(__name__)
 
 _CONNECTIONS = "/sys/fs/fuse/connections"
-
-
-@dataclass(frozen=True)
-class MountEntry:
-    """One line of /proc/self/mountinfo."""
-
-    device: str  # MAJOR:MINOR
-    mountpoint: str
-    file_system: str
-    source: str
 
 
 @dataclass
@@ -42,24 +32,6 @@ class KernelLimits:
     passthrough: bool = False
     passthrough_reason: str = "direct mode has none"  # why there is none
     notes: list[str] = field(default_factory=list)  # what was not applied, why, and what to do
-
-
-def mounts() -> list[MountEntry]:
-    """All mounts this process sees, in mount order. Reads the kernel's table, never a mount."""
-    entries = []
-    for line in Path("/proc/self/mountinfo").read_bytes().splitlines():
-        fields = line.split(b" ")
-        after = fields[fields.index(b"-") + 1 :]
-        mountpoint = re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8)]), fields[4])
-        device, file_system = fields[2].decode(), after[0].decode()
-        entries.append(MountEntry(device, os.fsdecode(mountpoint), file_system, os.fsdecode(after[1])))
-    return entries
-
-
-def mount_at(mountpoint: str) -> MountEntry | None:
-    """The topmost mount exactly at this path."""
-    found = [entry for entry in mounts() if entry.mountpoint == mountpoint]
-    return found[-1] if found else None
 
 
 def apply_limits(mountpoint: str, *, read_ahead_bytes: int, max_background: int) -> KernelLimits:

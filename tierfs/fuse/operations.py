@@ -71,7 +71,7 @@ class Operations(pyfuse3.Operations):
         super().__init__()
         self._fs = filesystem
         self._channel = channel
-        self._presentation = presentation
+        self.presentation = presentation
         self._next_request = 0
         self.statistics = RequestStatistics()
 
@@ -251,7 +251,7 @@ class Operations(pyfuse3.Operations):
 
     def _attributes(self, node: Node, links: int) -> EntryAttributes:
         entry = node.entry
-        presentation = self._presentation
+        presentation = self.presentation
         attributes = EntryAttributes()
         attributes.st_ino = node.inode
         attributes.st_mode = _TYPE[entry.kind] | entry.mode

@@ -77,7 +77,7 @@ class Session:
             raise MountFailed(
                 f"cannot mount on {self._mountpoint}: {error}; see the lines above, and check that /dev/fuse exists,"
                 " that fusermount3 is installed, and, when not root, that 'user_allow_other' is in /etc/fuse.conf or"
-                " mount.allow_other is false"
+                " mount.allow_other is false: `tierfs doctor CONFIG` does"
             ) from error
         return self
 

@@ -1,7 +1,7 @@
-"""What enters the hot tier by being read: everything, what is loaded a second time, or nothing.
+"""What enters the hot tier by being read: everything, what is loaded a second time, or what is pinned.
 
 Memory is small; a model that is loaded once and never again should not push out one that is restarted every minute.
-`tierfs warm --tier hot` brings a model in whatever the mode says.
+`tierfs warm --tier hot` brings a model in whatever the mode says, and so does `tierfs pin --tier hot`.
 """
 
 from collections import OrderedDict
@@ -19,7 +19,7 @@ class HotAdmission:
     """Counts loads of contents; see the head of this file."""
 
     def __init__(self, mode: Mode) -> None:
-        self._mode = mode
+        self.mode = mode  # may change at any time
         self._opened: OrderedDict[ObjectKey, tuple[int, float]] = OrderedDict()  # loads, start of the last one
 
     def opened(self, key: ObjectKey, now_s: float) -> None:
@@ -31,8 +31,8 @@ class HotAdmission:
         if len(self._opened) > _KEYS_MAX:
             self._opened.popitem(last=False)
 
-    def admits(self, key: ObjectKey) -> bool:
+    def admits(self, key: ObjectKey, *, pinned: bool = False) -> bool:
         """Whether a block of that content may enter."""
-        if self._mode == "second":
+        if self.mode == "second":
             return self._opened.get(key, (0, 0.0))[0] >= 2
-        return self._mode == "first"
+        return self.mode == "first" or pinned

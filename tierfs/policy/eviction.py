@@ -14,7 +14,9 @@ Rules, for room asked by an incoming model:
    (heat 1) displaces other such models, never one that was loaded repeatedly. And one that was loaded repeatedly
    gives way only to one hotter by half a load: else two that do not fit together evict each other in turn.
 3. Coldest model first; within a model the object used longest ago first.
-4. Nothing is evicted in vain: if the rules cannot free what is needed, nothing goes and the incoming block bypasses.
+4. For what an operator has pinned (urgent) everything gives way that is not pinned, other objects of its own model
+   too: they may be of the version it replaces.
+5. Nothing is evicted in vain: if the rules cannot free what is needed, nothing goes and the incoming block bypasses.
 """
 
 import math
@@ -114,6 +116,7 @@ def choose_victims(
     wanted_bytes: int,
     now_s: float,
     incoming: bytes | None = None,
+    urgent: bool = False,
 ) -> list[Candidate]:
     """The objects to evict, in order, so that ``wanted_bytes`` become free, or as near to that as the rules allow.
 
@@ -121,10 +124,10 @@ def choose_victims(
     is over its high mark by itself) every object not pinned is a candidate and what can be freed is freed.
     """
     # A model that comes in without a counted load (a prefetch, `tierfs warm`) counts as being loaded now.
-    limit = float("inf") if incoming is None else max(1.0, heats.heat(incoming, now_s))
+    limit = float("inf") if incoming is None or urgent else max(1.0, heats.heat(incoming, now_s))
     order: list[tuple[float, float, float, bytes, Candidate]] = []
     for candidate in candidates:
-        if candidate.pinned or candidate.model == incoming or candidate.used_bytes <= 0:
+        if candidate.pinned or (candidate.model == incoming and not urgent) or candidate.used_bytes <= 0:
             continue
         heat = heats.heat(candidate.model, now_s)
         last_use_s = heats.last_use_s(candidate.model)

@@ -85,6 +85,15 @@ class Lease(Protocol):
         """Give the buffer back; the view must not be touched afterwards."""
 
 
+class Checked(Enum):
+    """What a check of one block found."""
+
+    GOOD = "good"
+    BAD = "bad"  # not what its digest says, or unreadable: it is dropped, or its whole object where that is handed out
+    GONE = "gone"  # not here any more, and nothing was wrong with it
+    UNREAD = "unread"  # could not be read just now, through no fault of its own
+
+
 class Offer(Enum):
     """What a tier did with a block it was offered."""
 
@@ -101,9 +110,11 @@ class TierStatistics:
 
     name: str
     capacity_bytes: int
+    high_bytes: int = 0  # an incoming block must make room above this: the most that can be pinned
     used_bytes: int = 0
     dying_bytes: int = 0  # part of used_bytes: evicted, but somebody may still map it
     hit_blocks: int = 0
+    read_bytes: int = 0  # read through us, by whomever; a passthrough reader's are not seen
     written_blocks: int = 0
     written_bytes: int = 0
     evicted_blocks: int = 0
@@ -221,6 +232,12 @@ class LocalTier(Protocol):
         Cancellation: waits for the thread that fills the buffer (bounded by the medium), then raises.
         """
 
+    async def check_block(self, key: ObjectKey, block: int, buffer: memoryview) -> Checked:
+        """read_block for `verify`: not counted as a hit, and it says more."""
+
+    def objects(self) -> list[tuple[ObjectFacts, frozenset[ObjectKey]]]:
+        """Everything that is here, each with all the keys it is known by. Never waits."""
+
     def digest(self, key: ObjectKey, block: int) -> BlockDigest | None:
         """The digest of a resident block, or None."""
 
@@ -238,6 +255,12 @@ class LocalTier(Protocol):
 
     def unpin(self, key: ObjectKey) -> None:
         """The counterpart of pin."""
+
+    def keep(self, key: ObjectKey) -> None:
+        """An operator has pinned it: as pin, and what is not pinned gives way for it, however hot. Counted."""
+
+    def let_go(self, key: ObjectKey) -> None:
+        """The counterpart of keep."""
 
     def locate_nowait(self, key: ObjectKey, span: Span) -> Part | None:
         """As locate, if the object is open and lent already; never waits."""

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import trio
 
@@ -26,7 +27,7 @@ from tierfs.policy.watermarks import Watermarks
 from tierfs.tiers.device import Device, Loaded, Write, choose, describe
 from tierfs.tiers.filling import Filler, Space
 from tierfs.tiers.index import Entry, Index
-from tierfs.tiers.interface import Lease, Lender, LentFile, ObjectFacts, Offer, Part, TierStatistics
+from tierfs.tiers.interface import Checked, Lease, Lender, LentFile, ObjectFacts, Offer, Part, TierStatistics
 from tierfs.tiers.lending import Lending
 from tierfs.tiers.objects import PAGE_BYTES
 from tierfs.tiers.persistence import Wanted
@@ -37,6 +38,8 @@ from tierfs.tiers.residency import NO_STAMP
 from tierfs.tiers.watching import Watching
 
 _log = logging.getLogger(__name__)
+
+_Found = TypeVar("_Found")  # bytes, or their place
 
 _OPEN_OBJECTS = 256
 _TICK_S = 1.0  # a keeper looks by itself this often
@@ -141,6 +144,7 @@ class DirectoryTier:
         ]
         return replace(
             self._statistics,
+            high_bytes=self._watermarks.high_bytes,
             used_bytes=self._space.used_bytes,
             dying_bytes=self._space.dying_bytes,
             objects=len(self._index),
@@ -192,22 +196,73 @@ class DirectoryTier:
     def read_nowait(self, key: ObjectKey, span: Span) -> memoryview | None:
         """See LocalTier. The view of a warm tier stays good for as long as it is referenced."""
         entry = self._index.get(key)
-        return self._reader.span_nowait(entry, span) if self._running and entry is not None else None
+        found = self._reader.span_nowait(entry, span) if self._running and entry is not None else None
+        return self._count_read(found, span.length_bytes)
 
     async def read_soon(self, key: ObjectKey, span: Span) -> memoryview | None:
         """See LocalTier."""
         entry = self._index.get(key)
-        return None if entry is None else await self._reader.span_soon(entry, span)
+        found = None if entry is None else await self._reader.span_soon(entry, span)
+        return self._count_read(found, span.length_bytes)
 
     async def read_span(self, key: ObjectKey, span: Span) -> bytes | bytearray | memoryview | None:
         """See LocalTier."""
         entry = self._index.get(key)
-        return await self._reader.span(entry, span) if self._running and entry is not None else None
+        found = await self._reader.span(entry, span) if self._running and entry is not None else None
+        return self._count_read(found, span.length_bytes)
 
     async def read_block(self, key: ObjectKey, block: int, buffer: memoryview) -> bool:
         """See LocalTier."""
         entry = self._index.get(key)
-        return await self._reader.block(entry, block, buffer) if self._running and entry is not None else False
+        found = await self._reader.block(entry, block, buffer) if self._running and entry is not None else False
+        if found:
+            self._statistics.read_bytes += len(buffer)
+        return found
+
+    async def check_block(self, key: ObjectKey, block: int, buffer: memoryview) -> Checked:
+        """See LocalTier."""
+        entry = self._index.get(key)
+        if not self._running or entry is None or not entry.has(block):
+            return Checked.GONE
+        statistics = self._statistics
+        bad, evicted = statistics.corrupt_blocks + statistics.failed_reads, statistics.evicted_blocks
+        hits = statistics.hit_blocks
+        if await self._reader.block(entry, block, buffer):
+            statistics.hit_blocks -= statistics.hit_blocks > hits
+            return Checked.GOOD
+        if entry.has(block):
+            return Checked.UNREAD
+        if statistics.corrupt_blocks + statistics.failed_reads > bad or (
+            entry.device.readable and statistics.evicted_blocks == evicted
+        ):
+            return Checked.BAD  # the latter: its file was cut short, or taken away
+        return Checked.GONE if entry.device.readable else Checked.UNREAD
+
+    def objects(self) -> list[tuple[ObjectFacts, frozenset[ObjectKey]]]:
+        """See LocalTier."""
+        return [
+            (
+                ObjectFacts(entry.key, entry.size_bytes, entry.block_bytes, entry.path, entry.model, entry.model_bytes),
+                frozenset((entry.key, entry.name, *entry.aliases)),
+            )
+            for entry in self._index
+        ]
+
+    def resize(
+        self,
+        *,
+        capacity_bytes: int,
+        high_watermark: float | None = None,
+        low_watermark: float | None = None,
+        write_queue_bytes: int | None = None,
+    ) -> None:
+        """Another capacity from now on; what is above it is evicted soon, but for what is in use. Never waits."""
+        marks = self._watermarks
+        self._capacity_bytes = capacity_bytes
+        self._watermarks = Watermarks(capacity_bytes, high_watermark or marks.high, low_watermark or marks.low)
+        self._write_queue_bytes = write_queue_bytes or self._write_queue_bytes
+        self._measure_capacity()
+        self._placement.room_changed()
 
     def offer(self, facts: ObjectFacts, block: int, digest: BlockDigest, lease: Lease) -> Offer:
         """See LocalTier."""
@@ -239,8 +294,12 @@ class DirectoryTier:
             statistics.skipped_blocks += 1
             return Offer.FULL
         cost_bytes = -(-length_bytes // PAGE_BYTES) * PAGE_BYTES
+        if entry is not None and not entry.pending and entry.allocated_bytes - entry.resident_bytes >= cost_bytes:
+            cost_bytes = 0  # a block that was dropped as bad: its space is still there, and counted
         name = entry.name if entry is not None else key
-        if self._removals.leaving(device, name) or not self._make_room(cost_bytes, facts.model):
+        if self._removals.leaving(device, name):
+            return self._bypassed()
+        if cost_bytes and not self._make_room(cost_bytes, facts.model, urgent=self._placement.kept(key)):
             return self._bypassed()
         if entry is None:
             entry = Entry(
@@ -288,15 +347,25 @@ class DirectoryTier:
         if entry is not None:
             self._watching.closed(entry)
 
+    def keep(self, key: ObjectKey) -> None:
+        """See LocalTier."""
+        self._placement.keep(self._index.canonical(key))
+
+    def let_go(self, key: ObjectKey) -> None:
+        """See LocalTier."""
+        self._placement.let_go(self._index.canonical(key))
+
     def locate_nowait(self, key: ObjectKey, span: Span) -> Part | None:
         """See LocalTier."""
         entry = self._index.get(key)
-        return self._lending.locate_nowait(entry, span) if self._running and entry is not None else None
+        found = self._lending.locate_nowait(entry, span) if self._running and entry is not None else None
+        return self._count_read(found, span.length_bytes)
 
     async def locate(self, key: ObjectKey, span: Span) -> Part | None:
         """See LocalTier."""
         entry = self._index.get(key)
-        return await self._lending.locate(entry, span) if self._running and entry is not None else None
+        found = await self._lending.locate(entry, span) if self._running and entry is not None else None
+        return self._count_read(found, span.length_bytes)
 
     async def whole(self, key: ObjectKey) -> LentFile | None:
         """See LocalTier."""
@@ -326,13 +395,18 @@ class DirectoryTier:
         """See LocalTier."""
         await self._filler.flush()
 
+    def _count_read(self, found: _Found | None, length_bytes: int) -> _Found | None:
+        if found is not None:
+            self._statistics.read_bytes += length_bytes
+        return found
+
     # -- room
 
     def _bypassed(self) -> Offer:
         self._statistics.bypassed_blocks += 1
         return Offer.BYPASSED
 
-    def _make_room(self, cost_bytes: int, model: bytes | None) -> bool:
+    def _make_room(self, cost_bytes: int, model: bytes | None, *, urgent: bool = False) -> bool:
         """Room under the high mark for a block of that model; without a model: down to the marks again."""
         victims = self._placement.victims(
             self._index,
@@ -342,6 +416,7 @@ class DirectoryTier:
             model=model,
             mapped=self._removals.dying.mapped_models,
             now_s=self._clock(),
+            urgent=urgent,
         )
         for entry in victims or ():
             self._evict(entry)

@@ -23,6 +23,7 @@ class Placement:
     def __init__(self) -> None:
         self.heats = HeatTable()
         self._pins: dict[ObjectKey, int] = {}
+        self._kept: dict[ObjectKey, int] = {}  # of these, pinned by an operator
         self._models: OrderedDict[ObjectKey, bytes] = OrderedDict()
         self._early: OrderedDict[ObjectKey, float] = OrderedDict()  # opens of keys whose model is not known yet
         self._refused: dict[bytes, float] = {}
@@ -38,6 +39,23 @@ class Placement:
         if count:
             self._pins[key] = count
         self._refused.clear()
+
+    def keep(self, key: ObjectKey) -> None:
+        """An operator has pinned it."""
+        self.pin(key)
+        self._kept[key] = self._kept.get(key, 0) + 1
+        self._refused.clear()
+
+    def let_go(self, key: ObjectKey) -> None:
+        """The counterpart of keep."""
+        count = self._kept.pop(key) - 1
+        if count:
+            self._kept[key] = count
+        self.unpin(key)
+
+    def kept(self, key: ObjectKey) -> bool:
+        """Whether an operator has pinned it."""
+        return key in self._kept
 
     def pinned(self, key: ObjectKey) -> bool:
         """Whether somebody uses it."""
@@ -69,6 +87,8 @@ class Placement:
         """What was known of the version is known of the content."""
         if version in self._pins:
             self._pins[content] = self._pins.get(content, 0) + self._pins.pop(version)
+        if version in self._kept:
+            self._kept[content] = self._kept.get(content, 0) + self._kept.pop(version)
         if version in self._models:
             self._models.setdefault(content, self._models.pop(version))
         if version in self._early:
@@ -88,17 +108,19 @@ class Placement:
         model: bytes | None,
         mapped: Set[bytes],
         now_s: float,
+        urgent: bool = False,
     ) -> list[Entry] | None:
         """What must go before ``cost_bytes`` of that model may come; None where the rules find no room.
 
-        ``mapped``: models that somebody is known to map: of these, what was handed out stays.
+        ``mapped``: models that somebody is known to map: of these, what was handed out stays. ``urgent``: what comes
+        was pinned by an operator.
 
         Without a model: what must go to get below the marks again, as far as the rules allow.
         """
         needed_bytes = watermarks.needed_bytes(used_bytes, cost_bytes)
         if not needed_bytes:
             return []
-        if model is not None and abs(now_s - self._refused.get(model, -math.inf)) < _REFUSED_S:
+        if model is not None and not urgent and abs(now_s - self._refused.get(model, -math.inf)) < _REFUSED_S:
             return None
         by_key = {entry.key: entry for entry in entries if entry.device.evictable}
         victims = choose_victims(
@@ -117,6 +139,7 @@ class Placement:
             wanted_bytes=watermarks.wanted_bytes(used_bytes, cost_bytes),
             now_s=now_s,
             incoming=model,
+            urgent=urgent,
         )
         if model is not None and not victims:
             self._refused[model] = now_s
