@@ -33,7 +33,7 @@ from tierfs.tiers.pool_layout import HEADER_BYTES, LAYOUT_NAME, Layout
 BLOCK = 64 << 10
 MODELS = [b"m%d" % number for number in range(8)]
 HOT_BYTES = 42 * BLOCK  # three models of the eight
-IDLE_S = 20.0
+IDLE_S = 60.0  # an emulated processor on a busy machine
 NAMES = {"residency.pool", "format", "lock", "reserve", "objects", "dying"}
 # What no crash may bring about. Files of no row are: data is durable before its row.
 FORBIDDEN = ("dropped_slots", "residency_unreadable", "corrupt_block", "object_damaged", "out_of_service", "_by_bug")
