@@ -16,6 +16,7 @@ import trio
 
 from tests.local_tiers import BLOCK, Content, object_files, run, running, until
 from tests.pmem_pools import killed_at_a_random_point, needs_library, persistent_folder
+from tests.promotions import slots_in_use
 from tierfs.blocks.spans import Span
 from tierfs.tiers import pool_layout
 from tierfs.tiers.device import Device
@@ -212,21 +213,33 @@ def test_what_finds_no_slot_in_the_pool_makes_colder_objects_give_way(
 
 @pytest.mark.slow
 def test_ten_thousand_promotions_and_evictions_leave_pool_and_directory_as_they_were(folder: Path) -> None:
-    def sizes() -> dict[str, int]:
-        return {path.name: path.stat().st_blocks for path in folder.iterdir() if path.is_file()}
+    """The pool's file has its size from the start: what may grow in it are the slots in use."""
+
+    def state() -> dict[str, int]:
+        return {
+            **{path.name: path.stat().st_blocks for path in folder.iterdir() if path.is_file()},
+            **{name: len(list((folder / name).rglob("*"))) for name in ("objects", "dying")},
+            "descriptors": len(os.listdir("/proc/self/fd")),
+        }
 
     async def test() -> None:
         stays = Content(0, 2 * BLOCK)
         async with running(hot(folder)) as tier:
             await stays.fill(tier)
-            before = sizes()
+            for number in range(256):  # each of the folders of objects, which stay
+                (folder / "objects" / f"{number:02x}").mkdir(exist_ok=True)
+            before = state()
             for number in range(1, 10_001):
                 content = Content(number, 4096, model=str(number % 100))
                 assert await content.fill(tier) == 1
+                if number == 5000:
+                    assert await content.read(tier, 0) == content.bytes
                 assert await tier.evict(content.key) == 4096
-            assert sizes() == before
+            assert state() == before
             assert len(object_files(folder)) == tier.statistics().objects == 1
             assert tier.statistics().used_bytes == 2 * BLOCK
+            assert tier.statistics().written_blocks == 10_002
+        assert slots_in_use(folder / "residency.pool") == (1, 2)
         async with running(hot(folder)) as tier:
             assert await stays.hits(tier) == 2
 

@@ -2,7 +2,7 @@
 # Process 1 of the test VM once the host's file tree is its root: devices, the job, and the end.
 # The job is /share/job (the harness writes it); what it ended with goes to /share/status, and QEMU leaves at once.
 . /share/boot.env
-export TIERFS_TEST_VM=1 HOME=/root LANG=C.UTF-8 TERM=${TERM:-dumb}
+export TIERFS_TEST_VM=1 TIERFS_TEST_DAX=/mnt/pmem HOME=/root LANG=C.UTF-8 TERM=${TERM:-dumb}
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 say() { echo "vm: $(cut -d' ' -f1 /proc/uptime) s: $*"; }
 

@@ -70,7 +70,8 @@ def pytest_job(arguments: list[str]) -> list[str]:
 
 
 def prepare(machine: Machine) -> dict[str, str]:
-    """Build on the host what would take long in the guest; returns the variables that tell the guest of it."""
+    """Build on the host what would take long in the guest; returns variables for the guest: where that is, and those
+    of this process that begin with TIERFS_VM_."""
     machine.share.mkdir(parents=True, exist_ok=True)
     program = machine.share / "tierfs-channel"
     sources = sorted(str(path) for path in (ROOT / "mount-helpers" / "channel").glob("*.c"))
@@ -78,7 +79,8 @@ def prepare(machine: Machine) -> dict[str, str]:
     subprocess.run(["gcc", *flags, *sources, "-o", str(program)], check=True, timeout=120)
     compiled = ["tierfs", "tests/integration", "tests/vm"]
     subprocess.run([sys.executable, "-m", "compileall", "-q", *compiled], cwd=ROOT, check=True, timeout=120)
-    return {"TIERFS_CHANNEL_PROGRAM": "/share/tierfs-channel", "PYTHONPATH": str(ROOT)}
+    chosen = {name: value for name, value in os.environ.items() if name.startswith("TIERFS_VM_")}
+    return {**chosen, "TIERFS_CHANNEL_PROGRAM": "/share/tierfs-channel", "PYTHONPATH": str(ROOT)}
 
 
 def exit_status(outcome: Outcome) -> int:

@@ -20,9 +20,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(int(LIMIT_S) + 300)]
 
 RUN = ["bash", str(ROOT / "tests" / "vm" / "run.sh")]
 MODELS = 12
-POWER_CUTS = int(os.environ.get("TIERFS_VM_POWER_CUTS", "2"))
+POWER_CUTS = int(os.environ.get("TIERFS_VM_POWER_CUTS", "1"))  # of each tier
 SEED = int(os.environ.get("TIERFS_VM_SEED", "4"))
 CUT_LIMIT_S = 240.0
+PYTHON = str(ROOT / ".venv" / "bin" / "python")
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,7 @@ def test_a_power_cut_leaves_no_wrong_byte_in_the_warm_tier(harness: None, direct
             (source / f"m{number}" / f"part{part}.bin").write_bytes(
                 content.randbytes((400 << 10) + 1013 * number + part)
             )
-    job = [str(ROOT / ".venv" / "bin" / "python"), "-m", "tests.vm.fill_job"]
+    job = [PYTHON, "-m", "tests.vm.fill_job"]
     power_cuts(
         machine, job, environment=prepare(machine), cuts=POWER_CUTS, spread_s=8.0, limit_s=CUT_LIMIT_S, seed=SEED
     )
@@ -85,3 +86,16 @@ def test_a_power_cut_leaves_no_wrong_byte_in_the_warm_tier(harness: None, direct
     print(f"seed {SEED}:", *reports)
     assert reports[-1]["resident_blocks"] > 0, "nothing was resident when the power went"
     shutil.rmtree(source)
+
+
+@pytest.mark.timeout(int(LIMIT_S) + 60 * POWER_CUTS)
+def test_a_power_cut_while_promoting_leaves_no_wrong_byte_in_the_hot_tier(harness: None, directory: Path) -> None:
+    machine = Machine(kernel=find_or_build(), directory=directory)
+    environment = {**prepare(machine), "TIERFS_VM_SEED": str(SEED)}
+    job = [PYTHON, "-m", "tests.vm.promote_job"]
+    power_cuts(machine, job, environment=environment, cuts=POWER_CUTS, spread_s=5.0, limit_s=CUT_LIMIT_S, seed=SEED)
+    names = [machine.share / f"promotions{number}.json" for number in range(POWER_CUTS + 1)]
+    reports = [json.loads(name.read_text()) for name in names]
+    print(f"seed {SEED}:", *reports, sep="\n")
+    assert reports[-1]["blocks"] > 0, "nothing was resident when the power went"
+    assert POWER_CUTS < 10 or sum(report["begun"] for report in reports) > 0, "no cut hit a promotion"

@@ -81,6 +81,8 @@ def _print(answer: dict[str, Any]) -> None:
             f" evicted {tier['evicted_blocks']}, corrupt {tier['corrupt_blocks']},"
             f" bypassed {tier['bypassed_blocks']}, skipped {tier['skipped_blocks']}{trouble}"
         )
+        if tier["residency_reason"]:
+            console.print(f"        no pool: {tier['residency_reason']}")
     console.print(
         f"memory  {format_bytes(memory['used_bytes'])} of {format_bytes(memory['limit_bytes'])};"
         f" oldest request {answer['oldest_request_s']:.1f} s, open files {answer['open_files']}"

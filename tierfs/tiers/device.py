@@ -149,6 +149,8 @@ class Device:
                 capacity_bytes=min(self._capacity_bytes or size_bytes, size_bytes), block_bytes=self._block_bytes,
             )  # fmt: skip
             residency, loaded.stored = found.residency, found.stored
+            if found.medium == "pmem":
+                store.medium, store.synchronous = "dax", True
             if residency is not None:
                 store.fill_reserve()
             store.upgrade_format()

@@ -29,6 +29,9 @@ from tierfs.tiers.residency import StoredObject
 _BATCH_BYTES = 64 << 20
 _BATCH_OBJECTS = 64  # bounds the descriptors a batch holds
 _PART_BYTES = 1 << 20  # small blocks share a hop to a thread up to this size
+# Some bytes of persistent memory are bad, and writing does not mend them. Kernels differ in how they say so.
+_EHWPOISON = 133  # asm-generic/errno.h; the errno module of Python 3.11 does not name it
+_BAD_MEMORY = frozenset((errno.EIO, errno.EFAULT, _EHWPOISON))
 _ROOM_S = 5.0  # a block waits this long for evicted objects to give up their space, then it is dropped
 
 
@@ -240,6 +243,9 @@ class Filler:
                     await trio.to_thread.run_sync(_write_part, jobs, limiter=device.writers)
                 except OSError as error:
                     errors.append(error)
+                    if device.store.synchronous and error.errno in _BAD_MEMORY:
+                        for write in part:
+                            write.entry.unwritable.add(write.block)
                     return
                 jobs.clear()  # the views must not outlive the leases
                 for write in part:

@@ -28,7 +28,7 @@ class Entry:
         "aliases", "allocated_bytes", "block_bytes", "device", "digests", "found_good", "gone", "handed_out",
         "handed_out_saved", "key", "last_use_s", "model",
         "model_bytes", "name", "path", "pending", "removing", "resident", "resident_blocks", "resident_bytes",
-        "size_bytes", "stamp", "stamp_due", "stamp_serial", "verified", "writing",
+        "size_bytes", "stamp", "stamp_due", "stamp_serial", "unwritable", "verified", "writing",
     )  # fmt: skip
 
     def __init__(
@@ -53,6 +53,7 @@ class Entry:
         self.resident_blocks = 0
         self.resident_bytes = 0
         self.pending: set[int] = set()
+        self.unwritable: set[int] = set()  # blocks that lie on bad memory: they keep it from others
         self.writing = 0  # batches that write to the file now
         self.stamp: tuple[int, int] | None = None
         self.stamp_due = False  # written to since the stamp was taken

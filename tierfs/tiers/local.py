@@ -279,6 +279,8 @@ class DirectoryTier:
                 return self._bypassed()
             if entry.has(block) or block in entry.pending:
                 return Offer.RESIDENT
+            if block in entry.unwritable:
+                return self._bypassed()
             if entry.handed_out:  # found incomplete when the device was opened: nothing may be added to it
                 self._removals.remove(entry)
                 return self._bypassed()

@@ -40,6 +40,8 @@ SYNCFS_FROM = 16
 # A transaction that forgets a few objects writes some dozens of pages.
 _RESERVE_BYTES = 1 << 20
 _NAME = re.compile(r"[0-9a-f]{32}")
+_MAP_SHARED_VALIDATE, _MAP_SYNC = 0x03, 0x80000  # asm-generic/mman.h; the mmap module of Python 3.11 has neither,
+_MADV_POPULATE_READ = 22  # nor this one
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -55,6 +57,7 @@ class OpenObject:
     mapping: memoryview | None = None
     lent: LentFile | None = None  # what the channel has of it; taken back before it is closed
     lend_again_s: float = 0.0  # on trio's clock: the channel refused it, and is not asked before
+    synchronous: bool = False  # on persistent memory: see ObjectStore
 
     def reopen(self) -> int:
         """A read-only descriptor of the very same file, with a file description of its own. Raises OSError.
@@ -64,10 +67,30 @@ class OpenObject:
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY)
 
     def map(self) -> memoryview:
-        """The whole object as a read-only view. Python code must not read it: a vanished page is SIGBUS."""
+        """The whole object as a read-only view. Python code must not read it: a vanished page is SIGBUS.
+
+        Raises OSError."""
         if self.mapping is None:
-            self.mapping = memoryview(mmap.mmap(self.fd, self.size_bytes, mmap.MAP_SHARED, mmap.PROT_READ))
+            flags = _MAP_SHARED_VALIDATE | _MAP_SYNC if self.synchronous else mmap.MAP_SHARED
+            self.mapping = memoryview(mmap.mmap(self.fd, self.size_bytes, flags, mmap.PROT_READ))
         return self.mapping
+
+    def view(self, offset_bytes: int, length_bytes: int) -> memoryview:
+        """Some bytes of the mapping, for the kernel to copy. Raises OSError where they cannot be mapped.
+
+        On persistent memory its pages are faulted in here: for a bad block that is an error, and no SIGBUS, while the
+        kernel's copy would only fail, and the reader with it.
+        """
+        mapping = self.map()
+        if self.synchronous:
+            first_bytes = offset_bytes // PAGE_BYTES * PAGE_BYTES
+            assert isinstance(mapping.obj, mmap.mmap)
+            try:
+                mapping.obj.madvise(_MADV_POPULATE_READ, first_bytes, offset_bytes + length_bytes - first_bytes)
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # Linux before 5.14
+                    raise
+        return mapping[offset_bytes : offset_bytes + length_bytes]
 
     def close(self) -> None:
         """Close the descriptors. A mapping goes with its last view."""
@@ -78,12 +101,13 @@ class OpenObject:
 
 
 class ObjectStore:
-    """The objects of one directory."""
+    """The objects of one directory. ``synchronous``: mappings of objects are MAP_SYNC, that is, persistent memory."""
 
     def __init__(self, root: Path, *, mapped: bool = False) -> None:
         self.root = root
         self.direct = False
         self.medium = "directory"
+        self.synchronous = False
         self._mapped = mapped
         self._root_fd = -1
         self._objects_fd = -1
@@ -186,7 +210,7 @@ class ObjectStore:
             except BaseException:
                 os.close(fd)
                 raise
-            return OpenObject(fd, direct_fd, size_bytes)
+            return OpenObject(fd, direct_fd, size_bytes, synchronous=self.synchronous)
         finally:
             os.close(folder_fd)
 

@@ -65,7 +65,7 @@ class Reader:
                 return None
             offset_bytes = span.block * entry.block_bytes + span.start_bytes
             if self._mapped:
-                view: memoryview | None = opened.map()[offset_bytes : offset_bytes + span.length_bytes]
+                view: memoryview | None = opened.view(offset_bytes, span.length_bytes)
             else:
                 view = self._cached(entry, opened, offset_bytes, span.length_bytes)
         except OSError:

@@ -1,11 +1,12 @@
 """Watches the objects that were handed out whole: their readers meet a bad medium without telling us. Called by
 local.py and lending.py, on the trio thread.
 
-    handed out ─► looked at (failed_pages.py): before it is handed out again, when a reader has closed it,
-                  and every few seconds ─► a page cannot be read ─► reading.py drops it: the next open goes below
+    handed out ─► looked at (a disk: failed_pages.py, DAX: bad_blocks.py): before it is handed out again, when a reader
+                  has closed it, and every few seconds ─► a page cannot be read ─► reading.py drops it: the next open
+                  goes below
 
 What must hold: a look costs no more than its budget, and the medium nothing where nobody reads; no open waits for the
-looks of others. What lies in memory itself (tmpfs, DAX) is not watched: it has no page cache that would tell.
+looks of others. A tmpfs is not watched: nothing tells of bad memory but the end of who touches it.
 """
 
 import errno
@@ -13,7 +14,9 @@ import logging
 
 import trio
 
-from tierfs.tiers.failed_pages import Found, look
+from tierfs.tiers import bad_blocks, failed_pages
+from tierfs.tiers.device import Device
+from tierfs.tiers.failed_pages import Found
 from tierfs.tiers.index import Entry, Index
 from tierfs.tiers.interface import TierStatistics
 from tierfs.tiers.objects import ObjectStore
@@ -39,7 +42,7 @@ class Watching:
         self._closed: list[Entry] = []
         self._some_closed = trio.Event()
         self._next = 0
-        self._blind = False  # the kernel does not tell
+        self._blind: set[Device] = set()  # of which the kernel does not tell
 
     def closed(self, entry: Entry) -> None:
         """A reader has closed an object: it may have done so for an error. Never waits."""
@@ -48,7 +51,8 @@ class Watching:
             self._some_closed.set()
 
     async def sound(self, entry: Entry) -> bool:
-        """Before the object is handed out again: whether nothing tells that its medium is bad. A bad one is removed.
+        """Before the object is handed out: whether nothing tells that its medium is bad. What is bad is dropped, an
+        object that was handed out before is removed.
 
         True, too, where the device does not answer in time.
         """
@@ -74,8 +78,9 @@ class Watching:
 
     def _tells(self, entry: Entry) -> bool:
         device = entry.device
-        watched = entry.handed_out and not entry.removing
-        return watched and not self._blind and device.readable and device.store.medium == "directory"
+        # The list of bad blocks may tell before anybody reads; the page cache only afterwards.
+        watched = (entry.handed_out or device.store.medium == "dax") and not entry.removing
+        return watched and device not in self._blind and device.readable and device.store.medium != "tmpfs"
 
     def _some(self) -> list[Entry]:
         watched = [entry for entry in self._index if entry.handed_out]
@@ -95,12 +100,15 @@ class Watching:
                 )  # fmt: skip
         except OSError as error:
             if error.errno in (errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP):
-                self._blind = True
-                _log.warning("media_errors_not_watched tier=%s reason=%r", self._statistics.name, error.strerror)
+                if device not in self._blind:
+                    _log.warning("media_errors_not_watched tier=%s device=%s reason=%r", self._statistics.name,
+                                 device.root, error.strerror)  # fmt: skip
+                self._blind.add(device)
             return  # else what a reader will meet, too: it has gone, or we lack something
         if found is None:
             return
-        entry.found_good = found.known
+        if entry.handed_out:  # else it may be written to again, elsewhere on the device
+            entry.found_good = found.known
         block = found.offset_bytes // entry.block_bytes
         if found.error is None or not entry.has(block):
             return
@@ -112,6 +120,8 @@ class Watching:
 def _open_and_look(store: ObjectStore, name: bytes, size_bytes: int, known: list[int], budget_s: float) -> Found:
     opened = store.open_object(name, size_bytes)
     try:
-        return look(opened.fd, size_bytes, known, budget_s=budget_s)
+        if store.medium == "dax":
+            return bad_blocks.look(opened.fd, known)
+        return failed_pages.look(opened.fd, size_bytes, known, budget_s=budget_s)
     finally:
         opened.close()
