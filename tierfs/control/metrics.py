@@ -111,7 +111,8 @@ FIGURES: tuple[Figure, ...] = (
         ("tier", "path"),
     ),
     Figure(
-        "tierfs_device_used_bytes", "gauge", "tiers.*.devices.*.used_bytes", "Used in a tier's directory", ("tier", "path"),
+        "tierfs_device_used_bytes", "gauge", "tiers.*.devices.*.used_bytes", "Used in a tier's directory",
+        ("tier", "path"),
     ),
     # -- source
     Figure(

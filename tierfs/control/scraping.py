@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 _REQUEST_BYTES_MAX = 8192
 _CONNECTIONS_MAX = 8
+_BACKLOG = 64  # each is taken, and closed at once if it is one too many
 _DEADLINE_S = 10.0  # from the accept to the last byte sent
 _FRESH_S = 1.0
 _AGAIN_S = 5.0
@@ -96,7 +97,7 @@ async def _listen(where: Path | Address) -> trio.socket.SocketType:
         try:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             await listening.bind(address)
-            listening.listen(_CONNECTIONS_MAX)
+            listening.listen(_BACKLOG)
         except BaseException:
             listening.close()
             raise
@@ -106,7 +107,7 @@ async def _listen(where: Path | Address) -> trio.socket.SocketType:
     try:
         await listening.bind(os.fspath(where))
         os.chmod(where, 0o660)
-        listening.listen(_CONNECTIONS_MAX)
+        listening.listen(_BACKLOG)
     except BaseException:
         listening.close()
         raise
