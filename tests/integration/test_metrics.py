@@ -1,17 +1,20 @@
 """Scraping a real mount while it is read: the figures move, and who scrapes badly holds no reader up."""
 
 import os
+import shutil
+import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.integration.processes import Mount, Serve, drop_caches, eventually
+from tests.integration.processes import ENVIRONMENT, Mount, Serve, drop_caches, eventually, tierfs
+from tests.integration.test_channel import build
 from tierfs.control.metrics import ALL
 
 pytestmark = [pytest.mark.fuse, pytest.mark.timeout(240)]
@@ -30,7 +33,11 @@ class Scraper:
     def connect(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX)
         connection.settimeout(60)
-        connection.connect(os.fspath(self.path))
+        try:
+            connection.connect(os.fspath(self.path))
+        except OSError:
+            connection.close()
+            raise
         return connection
 
     def page(self) -> str:
@@ -64,10 +71,20 @@ def data(tmp_path: Path) -> bytes:
 
 
 @pytest.fixture
-def mounted(tmp_path: Path, data: bytes, serve: Callable[..., Serve], mount: Callable[..., Mount]) -> Iterator[Mount]:
-    server = serve(tmp_path / "models", "--set", "exports..block_size=1MiB")
-    listen = f'\n[metrics]\nlisten = "unix:{tmp_path}/metrics.sock"\n'
-    yield mount(server.url, warm=f'path = "{tmp_path}/warm"\ncapacity = "64MiB"', extra=listen)
+def make(
+    tmp_path: Path, data: bytes, serve: Callable[..., Serve], mount: Callable[..., Mount]
+) -> Callable[[str], Mount]:
+    def made(mode: str) -> Mount:
+        server = serve(tmp_path / "models", "--set", "exports..block_size=1MiB")
+        listen = f'\n[metrics]\nlisten = "unix:{tmp_path}/metrics.sock"\n'
+        return mount(server.url, warm=f'path = "{tmp_path}/warm"\ncapacity = "64MiB"', extra=listen, mode=mode)
+
+    return made
+
+
+@pytest.fixture
+def mounted(make: Callable[[str], Mount]) -> Mount:
+    return make("direct")
 
 
 def test_figures_move_while_files_are_read(tmp_path: Path, mounted: Mount, data: bytes) -> None:
@@ -146,3 +163,30 @@ def test_scrapers_that_hang_hold_no_reader_up(tmp_path: Path, mounted: Mount, da
     eventually(again, "there is room for a scraper again", within_s=60)
     mounted.unmount()
     assert not scraper.path.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed")
+def test_under_a_channel_each_daemon_that_follows_answers(
+    tmp_path: Path, make: Callable[[str], Mount], data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ENVIRONMENT, "TIERFS_CHANNEL_PROGRAM", str(build(tmp_path, "plain")))
+    mounted = make("channel")
+    scraper = Scraper(tmp_path / "metrics.sock")
+    eventually(scraper.path.exists, "it listens")
+    assert (mounted.path / "a" / "model.bin").read_bytes() == data
+    first = scraper.samples()
+    assert first["tierfs_channel_daemon_starts_total", ""] == 1
+    assert first["tierfs_channel_requests_total", "read"] >= first["tierfs_read_seconds_count", "source"] > 0
+    assert first["tierfs_read_bytes_total", ""] == SIZE
+
+    def daemons() -> float:
+        try:
+            return scraper.samples()["tierfs_channel_daemon_starts_total", ""]
+        except (OSError, AssertionError):
+            return 0
+
+    tierfs("restart", mounted.path)
+    eventually(lambda: daemons() == 2, "the second daemon answers", within_s=60)
+    os.kill(mounted.status()["daemon"]["pid"], signal.SIGKILL)
+    eventually(lambda: daemons() == 3, "the third one answers, though the second left its socket", within_s=90)
