@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 import trio
 
-from tierfs.blocks.errors import ConfigError
+from tierfs.app.mount import check_places
+from tierfs.blocks.errors import ConfigError, MountFailed
 from tierfs.config.addresses import Address, parse_metrics_listen
+from tierfs.config.load import load_mount_config
+from tierfs.config.schema import MountConfig
 from tierfs.control import scraping
 
 LIMIT_S = 30
@@ -262,3 +265,24 @@ def test_addresses() -> None:
     for wrong in ("9464", "unix:metrics.sock", "unix:/" + "x" * 107, "tcp://127.0.0.1", "tcp://h:0", "http://h:1", ""):
         with pytest.raises(ConfigError):
             parse_metrics_listen(wrong)
+
+
+def configured(root: Path, listen: str) -> MountConfig:
+    file = root / "mount.toml"
+    file.write_text(
+        f'state_dir = "{root}/state"\n[source]\nurl = "tierfs://127.0.0.1:1/x"\n[metrics]\nlisten = "{listen}"\n'
+    )
+    return load_mount_config(file)
+
+
+def test_a_wrong_address_in_the_configuration_is_explained(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r'metrics\.listen is "tcp://127\.0\.0\.1"; expected "tcp://HOST:PORT"'):
+        configured(tmp_path, "tcp://127.0.0.1")
+    assert configured(tmp_path, "tcp://127.0.0.1:9464").metrics.listen == "tcp://127.0.0.1:9464"
+
+
+def test_a_socket_inside_the_mountpoint_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mnt").mkdir()
+    check_places(configured(tmp_path, f"unix:{tmp_path}/metrics.sock"), str(tmp_path / "mnt"))
+    with pytest.raises(MountFailed, match="inside the mountpoint"):
+        check_places(configured(tmp_path, f"unix:{tmp_path}/mnt/metrics.sock"), str(tmp_path / "mnt"))
