@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Every test: bash tests/run.sh [--fast] [PYTEST ARGUMENT...]
+# Every test: bash tests/run.sh [--fast | --long] [PYTEST ARGUMENT...]
 #
 # Installs what is missing (see examples/setup.sh), then ruff, mypy and pytest; ends non-zero if any of them complains,
 # or if the tests left a mount or a process behind. The tests that need persistent memory run in a virtual machine
 # (tests/vm/README.md), and are skipped where there can be none. --fast stays under a minute: no slow tests and no virtual
-# machine, of the real mounts only those marked smoke, and no demo models.
+# machine, of the real mounts only those marked smoke, and no demo models. --long also runs what takes minutes each: 200 kills, 20 power cuts.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -12,12 +12,15 @@ cd "$root"
 . examples/cleanup.sh
 
 extras=(test demo)
-select="not bench"
+select="not bench and not long"
 arguments=()
 for argument in "$@"; do
     if [ "$argument" = --fast ]; then
         extras=(test)
-        select="not bench and not slow and not vm and (not fuse or smoke)"
+        select="not bench and not long and not slow and not vm and (not fuse or smoke)"
+    elif [ "$argument" = --long ]; then
+        select="not bench"
+        export TIERFS_KILLS=${TIERFS_KILLS:-200} TIERFS_VM_POWER_CUTS=${TIERFS_VM_POWER_CUTS:-20}
     else
         arguments+=("$argument")
     fi

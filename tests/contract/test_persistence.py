@@ -252,7 +252,7 @@ def fill_for_ever(folder: Path, seed: int, tell: Callable[[bytes], object]) -> N
     trio.run(fill)
 
 
-@pytest.mark.parametrize("kills", [5, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize("kills", [5, pytest.param(200, marks=[pytest.mark.long, pytest.mark.timeout(600)])])
 def test_tier_killed_at_random_points_while_it_fills_has_no_wrong_byte_and_leaks_no_space(
     folder: Path, kills: int
 ) -> None:

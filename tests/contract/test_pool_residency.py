@@ -373,7 +373,7 @@ def churn_for_ever(folder: Path, seed: int, tell: Callable[[bytes], object]) -> 
             say("punched", batch[0], blocks)
 
 
-@pytest.mark.parametrize("kills", [10, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(400)])])
+@pytest.mark.parametrize("kills", [10, pytest.param(200, marks=[pytest.mark.long, pytest.mark.timeout(400)])])
 def test_kill_at_random_points_never_leaves_more_than_was_durable(folder: Path, kills: int) -> None:
     seed = random.randrange(1 << 30)
     print("seed", seed)

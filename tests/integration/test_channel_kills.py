@@ -1,6 +1,6 @@
 """Daemons killed over and over under every kind of reader: nothing is lost, nothing is wrong, nothing grows.
 
-TIERFS_KILLS sets how many (15 by default, 8 for the sanitized programs), TIERFS_KILL_SEED the seed that is printed
+TIERFS_KILLS sets how many (12 by default, 5 for the sanitized programs), TIERFS_KILL_SEED the seed that is printed
 otherwise. The readers are kill_load.py, one process each.
 """
 
@@ -181,7 +181,7 @@ class Victims:
 
 
 def kills_of(kind: str) -> int:
-    return KILLS or (15 if kind == "plain" else 8)
+    return KILLS or (12 if kind == "plain" else 5)
 
 
 def seed_of_this_run() -> int:

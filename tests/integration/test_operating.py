@@ -39,7 +39,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def models(tmp_path: Path) -> Path:
     root = tmp_path / "models"
-    for name in ("a", "b", "c"):
+    for name in ("a", "b", "c", "d", "e"):
         (root / name).mkdir(parents=True)
         (root / name / "model.bin").write_bytes(os.urandom(SIZE))
     return root
@@ -47,9 +47,9 @@ def models(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def mounted(tmp_path: Path, models: Path, serve: MakeServe, mount: MakeMount) -> Mount:
-    """A mount whose warm tier has room for two of the three models."""
+    """A mount whose warm tier has room for four of the five models, or two while their blocks count twice."""
     server = serve(models, "--set", "exports..block_size=1MiB", "--set", "exports..rescan=200ms")
-    return mount(server.url, warm=f'path = "{tmp_path}/warm"\ncapacity = "18MiB"', options='metadata_ttl = "200ms"\n')
+    return mount(server.url, warm=f'path = "{tmp_path}/warm"\ncapacity = "36MiB"', options='metadata_ttl = "200ms"\n')
 
 
 def eventually(condition: Callable[[], bool], what: str) -> None:
@@ -75,8 +75,8 @@ def publish(path: Path, data: bytes) -> None:
 def test_a_pinned_model_stays_and_comes_back_after_a_new_daemon(mounted: Mount, models: Path) -> None:
     said = tierfs("pin", mounted.path / "a").stdout
     assert said.strip() == "a (model, 1 file): pinned in warm, 8MiB of 8MiB resident"
-    for name in ("b", "c", "b", "c"):
-        tierfs("warm", mounted.path / name, check=False)
+    for _ in range(2):
+        tierfs("warm", *(mounted.path / name for name in ("b", "c", "d", "e")), check=False)
     assert resident(mounted, "a") == SIZE
     (pinned,) = answers("pin")
     assert (pinned["mountpoint"], pinned["path"], pinned["state"]) == (str(mounted.path), "a", "resident")
@@ -213,19 +213,19 @@ def test_top_prints_a_line_each_time(mounted: Mount) -> None:
 def test_reloading_takes_what_it_can_and_names_the_rest(mounted: Mount) -> None:
     text = mounted.config.read_text()
     assert "nothing has changed" in tierfs("reload", mounted.path).stdout
-    mounted.config.write_text(text.replace("18MiB", "30MiB") + '[memory]\nlimit = "512MiB"\n')
+    mounted.config.write_text(text.replace("36MiB", "30MiB") + '[memory]\nlimit = "512MiB"\n')
     lines = tierfs("reload", mounted.path).stdout.splitlines()
     assert sorted(lines) == [
         "memory.limit: 1GiB -> 512MiB needs unmounting and mounting again",
-        "warm.capacity: 18MiB -> 30MiB",
+        "warm.capacity: 36MiB -> 30MiB",
     ]
     assert mounted.status()["tiers"]["warm"]["capacity_bytes"] == 30 * MIB
-    mounted.config.write_text(text.replace("18MiB", "many"))
+    mounted.config.write_text(text.replace("36MiB", "many"))
     refused = tierfs("reload", mounted.path, check=False)
     assert refused.returncode == 1 and "warm.capacity" in refused.stderr and "nothing was changed" in refused.stderr
     os.kill(mounted.pid, signal.SIGHUP)
     eventually(lambda: "reload_refused" in mounted.log(), "it is refused there as well")
-    mounted.config.write_text(text.replace("18MiB", "12MiB"))
+    mounted.config.write_text(text.replace("36MiB", "12MiB"))
     os.kill(mounted.pid, signal.SIGHUP)
     eventually(lambda: mounted.status()["tiers"]["warm"]["capacity_bytes"] == 12 * MIB, "SIGHUP reloads")
 
@@ -236,7 +236,7 @@ def test_under_a_channel_the_commands_say_the_same(
 ) -> None:
     monkeypatch.setitem(ENVIRONMENT, "TIERFS_CHANNEL_PROGRAM", str(build(tmp_path, "plain")))
     server = serve(models, "--set", "exports..block_size=1MiB")
-    mounted = mount(server.url, warm=f'path = "{tmp_path}/warm"\ncapacity = "18MiB"', mode="channel")
+    mounted = mount(server.url, warm=f'path = "{tmp_path}/warm"\ncapacity = "36MiB"', mode="channel")
     tierfs("pin", mounted.path / "a")
     tierfs("warm", mounted.path / "b")
     with (mounted.path / "b" / "model.bin").open("rb") as opened:  # perhaps in passthrough
@@ -253,9 +253,9 @@ def test_under_a_channel_the_commands_say_the_same(
     assert one["daemon_opens_per_s"] == 0 and "error" not in one
 
     daemon = mounted.status()["daemon"]["pid"]
-    mounted.config.write_text(mounted.config.read_text().replace("18MiB", "20MiB") + '[memory]\nlimit = "512MiB"\n')
+    mounted.config.write_text(mounted.config.read_text().replace("36MiB", "40MiB") + '[memory]\nlimit = "512MiB"\n')
     lines = sorted(tierfs("reload", mounted.path).stdout.splitlines())
-    assert lines == ["memory.limit: 1GiB -> 512MiB needs `tierfs restart`", "warm.capacity: 18MiB -> 20MiB"]
+    assert lines == ["memory.limit: 1GiB -> 512MiB needs `tierfs restart`", "warm.capacity: 36MiB -> 40MiB"]
     assert mounted.status()["daemon"]["pid"] == daemon
     tierfs("restart", mounted.path)  # another daemon has the same pins
     assert [(pinned["path"], pinned["state"]) for pinned in answers("pin")] == [("a", "resident")]

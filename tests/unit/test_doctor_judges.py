@@ -286,6 +286,15 @@ def test_the_page_lists_every_finding_and_no_other() -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "possible"), [({}, True), ({"release": "6.1.0"}, False), ({"sys_admin": False}, False),
+                              ({"program": None}, False), ({"mode": "direct"}, False)]
+)  # fmt: skip
+def test_passthrough_is_possible_only_where_nothing_is_missing(changes: dict[str, Any], possible: bool) -> None:
+    names = {finding.name for finding in passthrough.judge(replace(CHANNEL, **changes))}
+    assert ("passthrough.possible" in names) is possible
+
+
+@pytest.mark.parametrize(
     ("release", "version"),
     [("6.12.30-amd64", (6, 12)), ("6.9.0", (6, 9)), ("5.10.0-34", (5, 10)), ("odd", (0, 0))],
 )

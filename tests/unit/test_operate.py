@@ -39,7 +39,7 @@ class Asked:
                 readahead=ReadaheadConfig(window_max_bytes=8 * BLOCK), request_timeout_s=60,
             )  # fmt: skip
             daemon = commands.Daemon(
-                mountpoint="/m", started=0.0, mode_reason="", channel=None, memory_limit_bytes=0,
+                mountpoint="/m", started=0.0, mode_reason="", channel=None, memory_limit_bytes=0, memory_notes=[],
                 filesystem=self.filesystem, prefetcher=prefetcher,
                 promoter=Promoter(world.cache, files_of=self.filesystem.files_of_model),
                 requests=RequestStatistics(), kernel=KernelLimits(), stop=lambda: None, pins=world.pins,

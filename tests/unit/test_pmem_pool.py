@@ -273,7 +273,7 @@ def count_for_ever(path: Path, tell: Callable[[bytes], object]) -> None:
         tell(data)
 
 
-@pytest.mark.parametrize("kills", [10, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(400)])])
+@pytest.mark.parametrize("kills", [10, pytest.param(200, marks=[pytest.mark.long, pytest.mark.timeout(400)])])
 def test_kill_at_random_points_leaves_a_whole_pool(folder: Path, pool: Pool, kills: int) -> None:
     pool.close()
     seed = random.randrange(1 << 30)

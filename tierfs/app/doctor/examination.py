@@ -31,6 +31,7 @@ from tierfs.config.load import load_mount_config
 from tierfs.config.schema import MountConfig
 
 _LOOK_S = 5.0
+_IMPORT_S = 15.0  # for pyverbs
 _LOAD_S = 15.0  # a full tier has many files to measure
 _SPARE_S = 4.0  # beyond what a look allows itself
 
@@ -100,7 +101,7 @@ def _looks(config: MountConfig | None, daemon_pid: int | None, measure: bool) ->
         "memory": Look(partial(memory.look, config, daemon_pid), _LOOK_S),
         "clock": Look(partial(clock.look, config), _LOOK_S),
         "pmem": Look(partial(pmem.look, config), _LOOK_S),
-        "rdma": Look(partial(rdma.look, config), _LOOK_S),
+        "rdma": Look(partial(rdma.look, config), _IMPORT_S),
         "tiers": Look(partial(places.look, config), _LOOK_S),
         "storage": Look(partial(storage.look, config), _LOOK_S),
         "speed": Look(partial(speed.look, config, temporary=measure), measuring_s + _SPARE_S),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tierfs.app import launch
-from tierfs.app.doctor.finding import Finding, note, ok, problem, warning
+from tierfs.app.doctor.finding import Finding, Level, note, ok, problem, warning
 from tierfs.app.doctor.looking import read_text
 from tierfs.config.mounts import mount_of, mounts, nearest_existing
 from tierfs.config.schema import MountConfig
@@ -57,10 +57,10 @@ def judge(facts: PassthroughFacts) -> list[Finding]:
     findings = [_channel(facts)]
     if facts.mode == "direct":
         return findings
-    lacking = [*_kernel(facts), *_rights(facts), *_stacking(facts)]
-    if not lacking and facts.program is not None:
-        lacking = [ok("passthrough.possible", "models that are wholly resident can be read past tierfs")]
-    return findings + lacking
+    findings += [*_kernel(facts), *_rights(facts), *_stacking(facts)]
+    if all(finding.level is Level.OK for finding in findings):
+        findings.append(ok("passthrough.possible", "models that are wholly resident can be read past tierfs"))
+    return findings
 
 
 def version_of(release: str) -> tuple[int, int]:
