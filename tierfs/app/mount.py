@@ -27,7 +27,7 @@ from pathlib import Path
 
 import trio
 
-from tierfs.app import launch
+from tierfs.app import launch, scraped
 from tierfs.app.limits import memory_notes, raise_descriptor_limit
 from tierfs.app.reload import Reloader, Reread
 from tierfs.app.secrets import client_tls
@@ -147,6 +147,7 @@ def check_places(config: MountConfig, mountpoint: str) -> None:
     # Everything the daemon itself reads or writes: through its own mount it would wait for itself, for ever.
     others = [
         config.state_dir, config.log.file, config.source.token_file, config.source.tls_ca_file, directory,
+        scraped.socket_of(config.metrics),
     ]  # fmt: skip
     for place in tiers + [Path(other).resolve() for other in others if other is not None]:
         if place == path or path in place.parents:
@@ -400,6 +401,7 @@ class _Mount:
             await nursery.start(control_socket.serve, registry.socket_path(self._mountpoint), handlers)
             nursery.start_soon(self._stop_when_told, session, nursery.cancel_scope)
             nursery.start_soon(self._announce, daemon)
+            nursery.start_soon(scraped.run, self._config.metrics, daemon)
             await session.serve()
             log.info("session_ended mountpoint=%s" if channel else "unmounted mountpoint=%s", self._mountpoint)
             _watchdog()

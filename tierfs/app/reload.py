@@ -35,8 +35,9 @@ LIVE = frozenset({
     "warm.high_watermark", "warm.low_watermark", "warm.write_queue",
 })  # fmt: skip
 RESTART = frozenset({
-    "hot.path", "log.file", "log.format", "memory.limit", "mount.gid", "mount.uid", "source.connections",
-    "source.rescan", "source.tls", "source.tls_ca_file", "source.token_file", "warm.path", "warm.paths",
+    "hot.path", "log.file", "log.format", "memory.limit", "metrics.listen", "mount.gid", "mount.uid",
+    "source.connections", "source.rescan", "source.tls", "source.tls_ca_file", "source.token_file",
+    "warm.path", "warm.paths",
 })  # fmt: skip
 # What the kernel, or the channel, was given once; and what the state of the mount is found by.
 MOUNT = frozenset({

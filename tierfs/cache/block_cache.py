@@ -35,6 +35,7 @@ from tierfs.blocks.ids import ContentId, ObjectKey, VersionId, digest_block
 from tierfs.blocks.spans import Span, block_length, whole_block
 from tierfs.cache.buffers import BlockLease, Buffer, BufferPool, PartBudget
 from tierfs.cache.inflight import Load, Slots
+from tierfs.cache.latency import came_from
 from tierfs.cache.memory import BlockKey, BlockMemory, MemoryBlock
 from tierfs.policy.admission import HotAdmission, Mode
 from tierfs.tiers.interface import LentFile, LocalTier, ObjectFacts, Offer, Part, Source
@@ -223,13 +224,13 @@ class BlockCache:
             self.statistics.memory_hit_blocks += 1
             return self._serve((key, span.block), found, span)
         tier = self._nearest(key, span.block)
-        return tier.read_nowait(key, span) if tier is not None else None
+        return _noted(tier, tier.read_nowait(key, span)) if tier is not None else None
 
     async def read_soon(self, file: FileFacts, span: Span) -> memoryview | None:
         """The span, if the nearest tier's medium has it within some tens of microseconds; for a lone small span."""
         key = self.key(file.version)
         tier = self._nearest(key, span.block)
-        return await tier.read_soon(key, span) if tier is not None else None
+        return _noted(tier, await tier.read_soon(key, span)) if tier is not None else None
 
     async def read(self, file: FileFacts, span: Span, *, sequential: bool) -> memoryview | bytes | bytearray:
         """Exactly that span, when read_nowait has none. Ordinary memory, valid until the next checkpoint.
@@ -248,7 +249,9 @@ class BlockCache:
             self.statistics.memory_hit_blocks += 1
             return self._place((key, span.block), found, span)
         tier = self._nearest(key, span.block)
-        return tier.locate_nowait(key, span) if tier is not None and (tier.mapped or not sequential) else None
+        if tier is None or (sequential and not tier.mapped):
+            return None
+        return _noted(tier, tier.locate_nowait(key, span))
 
     async def bring(self, file: FileFacts, span: Span, *, sequential: bool) -> None:
         """Wait until locate() need not wait for a load of that block, and hold nothing. Raises as the reads do."""
@@ -283,7 +286,7 @@ class BlockCache:
             return in_memory((key, span.block), found, span)
         tier = self._nearest(key, span.block)
         if tier is not None and (tier.mapped or not sequential):
-            there = await in_tier(tier, key, span)
+            there = _noted(tier, await in_tier(tier, key, span))
             if there is not None:
                 return there
             key = self.key(file.version)  # look again: it may have become known, and loaded, meanwhile
@@ -466,6 +469,7 @@ class BlockCache:
         finally:
             load.leave()
         if load.block is not None:
+            came_from(load.place)
             return load.block
         if load.error is not None:
             raise load.error
@@ -546,6 +550,7 @@ class BlockCache:
                     if found:
                         self.statistics.tier_bytes += length
                         self._tier_bytes[tier.name] += length
+                        load.place = tier.name
                         digest = tier.digest(key, block) or digest_block(buffer.view[:length])
                         return self._keep(file, key, block, load, buffer, length, digest)
             except BaseException:
@@ -627,6 +632,13 @@ class BlockCache:
         if answer is not Offer.ACCEPTED:
             lease.release()
         return answer
+
+
+def _noted(tier: LocalTier, found: _Found | None) -> _Found | None:
+    """What a tier gave, if it did, counts as its bytes for the read that this task answers."""
+    if found is not None:
+        came_from(tier.name)
+    return found
 
 
 def blocks_of(file: FileFacts, block_bytes: int) -> range:

@@ -25,6 +25,7 @@ class Load:
     block: MemoryBlock | None = None
     error: TierfsError | None = None
     ticket: "Ticket | None" = None
+    place: str = "source"  # or the tier that had it, once it is loaded
     hurry: trio.Event = field(default_factory=trio.Event)  # ends the back-off that is under way
 
     def join(self) -> None:

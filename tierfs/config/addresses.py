@@ -8,12 +8,14 @@ import ipaddress
 import re
 import urllib.parse
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from tierfs.blocks.errors import ConfigError
 
 DEFAULT_PORT = 7411
 EXPORT_LIMIT_BYTES = 255  # of a name in a URL and on the wire; names in a configuration are shorter and plainer
+
+_UNIX_PATH_BYTES_MAX = 107  # sun_path of unix(7), and its last zero
 
 _HOST_PORT = re.compile(r"(?:\[([0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]|([^\s:/\[\]@?#]+))(?::(\d{1,5}))?", re.ASCII)
 _REMOTE = re.compile(r"tierfs://([^/?#]*)(?:/([^/?#]*)/?)?")
@@ -79,6 +81,19 @@ def parse_listen(text: str) -> Address:
     if not text.startswith("tcp://"):
         raise ConfigError(f'{text!r} is not an address to listen on; write "tcp://HOST:PORT"')
     return parse_address(text)
+
+
+def parse_metrics_listen(text: str) -> Path | Address:
+    """The path of ``unix:/path``, or the address of ``tcp://host:port``. Raises ConfigError."""
+    if text.startswith("unix:"):
+        path = text.removeprefix("unix:")
+        if not PurePosixPath(path).is_absolute() or "\0" in path or len(path.encode()) > _UNIX_PATH_BYTES_MAX:
+            raise ConfigError(f"{text!r} names no socket: an absolute path of at most {_UNIX_PATH_BYTES_MAX} bytes")
+        return Path(path)
+    address = parse_listen(text)
+    if text.rstrip("/").endswith(f":{address.port}") and address.port:
+        return address
+    raise ConfigError(f"{text!r} has no port")
 
 
 def parse_source_url(text: str) -> RemoteSource | DirectorySource:

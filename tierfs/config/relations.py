@@ -15,7 +15,13 @@ import msgspec
 
 from tierfs.blocks.errors import ConfigError
 from tierfs.blocks.units import Duration, Size, format_bytes, format_duration
-from tierfs.config.addresses import DirectorySource, parse_listen, parse_source_url, valid_export_name
+from tierfs.config.addresses import (
+    DirectorySource,
+    parse_listen,
+    parse_metrics_listen,
+    parse_source_url,
+    valid_export_name,
+)
 from tierfs.config.memory import MemoryRoom, default_memory_limit
 from tierfs.config.mounts import mount_of, mounts, nearest_existing
 from tierfs.config.schema import (
@@ -24,6 +30,7 @@ from tierfs.config.schema import (
     ExportConfig,
     KernelMountConfig,
     MemoryConfig,
+    MetricsConfig,
     MountConfig,
     ServeConfig,
 )
@@ -87,6 +94,7 @@ def complete_mount(config: MountConfig, mistake: Mistake, room: MemoryRoom) -> M
             f"{format_duration(source.timeout)}",
         )
     _check_channel(mount, mistake)
+    _check_metrics(config.metrics, mistake)
     return _complete_tiers(msgspec.structs.replace(config, mount=mount), room, mistake)
 
 
@@ -156,6 +164,18 @@ def _check_channel(mount: KernelMountConfig, mistake: Mistake) -> None:
             raise mistake("mount.user", f'is "{mount.user}"; expected the name of a user') from None
         if number == 0:
             raise mistake("mount.user", f'is "{mount.user}"; expected a user without rights, or none')
+
+
+def _check_metrics(metrics: MetricsConfig, mistake: Mistake) -> None:
+    if metrics.listen is None:
+        return
+    try:
+        parse_metrics_listen(metrics.listen)
+    except ConfigError as error:
+        raise mistake(
+            "metrics.listen",
+            f'is "{metrics.listen}"; expected "tcp://HOST:PORT", or "unix:/path" of at most 107 bytes',
+        ) from error
 
 
 def _check_readahead(config: MountConfig, mistake: Mistake) -> None:

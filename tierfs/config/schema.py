@@ -165,6 +165,18 @@ class KernelMountConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ] = COMPUTED_DURATION
 
 
+class MetricsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Figures for Prometheus. See [METRICS.md](METRICS.md)."""
+
+    listen: Annotated[
+        str | None,
+        Meta(
+            description="`unix:/path` or `tcp://HOST:PORT`: answer `GET /metrics` there, to whoever can reach it;"
+            " without it nothing listens"
+        ),
+    ] = None
+
+
 class MountConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What ``tierfs mount CONFIG MOUNTPOINT`` reads."""
 
@@ -174,6 +186,7 @@ class MountConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     memory: MemoryConfig = MemoryConfig()
     readahead: ReadaheadConfig = ReadaheadConfig()
     mount: KernelMountConfig = KernelMountConfig()
+    metrics: MetricsConfig = MetricsConfig()
     log: LogConfig = LogConfig()
     state_dir: Annotated[
         Path, Meta(description="what the daemon remembers: the last catalog, inode numbers; and its log")

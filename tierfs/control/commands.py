@@ -91,6 +91,11 @@ def handlers(daemon: Daemon) -> Mapping[str, Handler]:
 
 async def status(daemon: Daemon) -> Reply:
     """Everything `tierfs status --json` prints."""
+    return {**figures(daemon), "models": await _models(daemon, daemon.filesystem.tree)}
+
+
+def figures(daemon: Daemon) -> Reply:
+    """The same without the models, which takes no longer where there are many of them."""
     cache = daemon.cache
     source = cache.source.statistics()
     tree = daemon.filesystem.tree
@@ -138,7 +143,6 @@ async def status(daemon: Daemon) -> Reply:
         "queued_prefetch_blocks": daemon.prefetcher.queued_blocks,
         "dropped_prefetch_blocks": daemon.prefetcher.dropped_blocks,
         "promotion": asdict(daemon.promoter.statistics()),
-        "models": await _models(daemon, tree),
     }
 
 

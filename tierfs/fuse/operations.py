@@ -22,6 +22,7 @@ import trio
 from pyfuse3 import EntryAttributes, FUSEError
 
 from tierfs.blocks.errors import TierfsError
+from tierfs.cache import latency
 from tierfs.cache.block_cache import FileFacts
 from tierfs.catalog.schema import Kind
 from tierfs.fs.filesystem import Filesystem
@@ -54,6 +55,7 @@ class RequestStatistics:
     read_bytes: int = 0
     failed: int = 0
     running: dict[int, float] = field(default_factory=dict)  # request number -> time.monotonic() of its start
+    latencies: latency.Latencies = field(default_factory=latency.Latencies)
 
     def oldest_s(self) -> float:
         """Age of the oldest request that is not answered yet."""
@@ -126,7 +128,8 @@ class Operations(pyfuse3.Operations):
     async def read(self, fh: int, off: int, size: int) -> memoryview | bytes | bytearray:  # type: ignore[override]
         number = self._next_request = self._next_request + 1
         statistics = self.statistics
-        statistics.running[number] = time.monotonic()
+        request = latency.begin()
+        began_s = statistics.running[number] = time.monotonic()
         channel = self._channel
         try:
             view = self._fs.view(fh)
@@ -150,6 +153,7 @@ class Operations(pyfuse3.Operations):
             del statistics.running[number]
         statistics.reads += 1
         statistics.read_bytes += length
+        statistics.latencies.add(request.place, time.monotonic() - began_s)
         # From here to the reply there is no checkpoint: the view may point into a buffer or a mapping, and a lease that
         # is not sent would stay out.
         return data
