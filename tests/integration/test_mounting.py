@@ -4,6 +4,7 @@ All in a mount namespace of its own, where /sbin has the helper. Needs root.
 """
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 
 from tests.integration.namespaces import Namespace
 from tests.integration.processes import ENVIRONMENT, ROOT, Serve, eventually, runs
+from tierfs.config.load import load_mount_config
 
 pytestmark = [
     pytest.mark.fuse,
@@ -233,6 +235,63 @@ def test_a_shared_mount_appears_in_another_namespace_and_survives_its_daemon(pla
     finally:
         place.namespace.run("tierfs", "unmount", shared / "models", check=False)
         consumer.communicate("\n", timeout=10)
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not here")
+@pytest.mark.parametrize("unit", ["tierfs@models.service", "tierfs-serve@models.service"])
+def test_the_units_are_understood_by_systemd(place: Place, tmp_path: Path, unit: str) -> None:
+    template = ROOT / "mount-helpers" / "systemd" / f"{unit.partition('@')[0]}@.service"
+    (tmp_path / unit).write_bytes(template.read_bytes())
+    verify = ("systemd-analyze", "verify", "--man=no", "--recursive-errors=no", tmp_path / unit)
+    done = place.namespace.run(*verify, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_unit_of_a_mount_has_no_view_of_the_files_of_its_own() -> None:
+    """With any of these the mount would be seen by nobody else: systemd.exec(5), MountFlags=."""
+    keys = {
+        line.partition("=")[0]
+        for line in (ROOT / "mount-helpers" / "systemd" / "tierfs@.service").read_text().splitlines()
+    }
+    own_view = {"DynamicUser", "MountFlags", "ProcSubset", "ProtectControlGroups", "ProtectHome", "ProtectKernelLogs"}
+    own_view |= {"ProtectKernelModules", "ProtectKernelTunables", "ProtectProc", "ProtectSystem", "TemporaryFileSystem"}
+    own_view |= {"BindPaths", "InaccessiblePaths", "LoadCredential", "ReadOnlyPaths", "ReadWritePaths", "RootDirectory"}
+    own_view |= {"PrivateDevices", "PrivateIPC", "PrivateMounts", "PrivateTmp", "PrivateUsers"}
+    assert not keys & own_view
+
+
+def test_the_kubernetes_files_fit_each_other_and_this_tierfs(tmp_path: Path) -> None:
+    yaml = pytest.importorskip("yaml")
+    directory = ROOT / "examples" / "kubernetes"
+    files = {path.stem: yaml.safe_load(path.read_text()) for path in directory.glob("*.yaml")}
+    kinds = {"configmap": ("v1", "ConfigMap"), "daemonset": ("apps/v1", "DaemonSet"), "consumer": ("v1", "Pod")}
+    assert {name: (file["apiVersion"], file["kind"]) for name, file in files.items()} == kinds
+    daemon_set = files["daemonset"]["spec"]
+    labels = daemon_set["template"]["metadata"]["labels"]
+    assert daemon_set["selector"]["matchLabels"] == labels
+    pods = {"daemonset": daemon_set["template"]["spec"], "consumer": files["consumer"]["spec"]}
+    for pod in pods.values():
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        for container in pod["containers"]:
+            assert container["image"] and container["name"]
+            assert {mount["name"] for mount in container["volumeMounts"]} == set(volumes)
+            assert all(mount["mountPath"].startswith("/") for mount in container["volumeMounts"])
+    (provider,), (consumer,) = pods["daemonset"]["containers"], pods["consumer"]["containers"]
+    shared = {mount["mountPropagation"]: mount["name"] for mount in provider["volumeMounts"] + consumer["volumeMounts"]
+              if "mountPropagation" in mount}  # fmt: skip
+    assert set(shared) == {"Bidirectional", "HostToContainer"}
+    assert provider["securityContext"]["privileged"] is True
+    host = [
+        next(v["hostPath"]["path"] for v in pod["volumes"] if v["name"] in shared.values()) for pod in pods.values()
+    ]
+    assert host[0] == host[1]
+    text = files["configmap"]["data"]["mount.toml"]
+    token = tmp_path / "token"
+    token.write_text("secret")
+    config = tmp_path / "mount.toml"
+    config.write_text(text.replace("/run/secrets/tierfs/token", str(token)).replace("/var/lib/tierfs", str(tmp_path)))
+    load_mount_config(config, {})
+    assert provider["readinessProbe"]["exec"]["command"][:3] == ["tierfs", "status", "--ready"]
 
 
 def command_of(pid: int) -> list[str]:
