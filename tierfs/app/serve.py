@@ -8,6 +8,7 @@ from pathlib import Path
 
 import trio
 
+from tierfs.app import notify
 from tierfs.app.limits import raise_descriptor_limit
 from tierfs.app.secrets import server_tls
 from tierfs.blocks.errors import TierfsError, first
@@ -72,6 +73,7 @@ async def _serve(config: ServeConfig, ready_file: Path | None) -> None:
             temporary = ready_file.with_name(ready_file.name + ".new")
             temporary.write_text("".join(url + "\n" for url in urls))
             temporary.replace(ready_file)
+        notify.ready(f"serving on {', '.join(address.host_port for address in addresses)}")
         nursery.start_soon(_report_progress, sources)
 
 

@@ -23,7 +23,7 @@ from typing import IO, Annotated
 
 import typer
 
-from tierfs.app import launch, logs
+from tierfs.app import launch, logs, notify
 from tierfs.app import mount as app_mount
 from tierfs.blocks.errors import ControlError, MountFailed, TierfsError
 from tierfs.cli.errors import one_line
@@ -55,6 +55,9 @@ def mount(
             help="With /dev/fd/N: the path by which other commands know this mount, such as where its readers see it."
         ),
     ] = None,
+    unless_mounted: Annotated[
+        bool, typer.Option(help="Succeed, and say so, where this configuration is mounted there already.")
+    ] = False,
     ready_fd: Annotated[int, typer.Option(hidden=True)] = -1,
 ) -> None:
     """Mount a tree of models. Returns when it is ready to be read."""
@@ -70,13 +73,16 @@ def mount(
         settings = load_mount_config(config, changes)
         log_file = str(launch.log_path(settings, place))
         if not foreground:
-            _start_daemon(settings, config, place, fuse_fd, option or [], log_file)
+            stack.enter_context(registry.starting(place, wait_s=settings.source.timeout + _START_MARGIN_S))
+            if not unless_mounted or not _told_mounted(place, file, option or []):
+                _start_daemon(settings, config, place, fuse_fd, option or [], log_file)
             return
         daemon = ready_fd >= 0
         if not daemon and not launch.under_a_channel():
             _become_channel(settings, config, place, fuse_fd, option or [])
         channel = Channel.from_environment()
-        if channel is not None and channel.epoch > 1:
+        channel_is_first = channel is None or channel.epoch == 1
+        if not channel_is_first:
             ready_fd = -1  # the first daemon has answered
         waiting = _Waiting(ready_fd)
         try:
@@ -94,7 +100,7 @@ def mount(
                 given_keys=given_keys(file, changes),
                 options=option or [],
                 log_file=log_file if daemon else "",
-                ready=lambda note: waiting.tell(f"ready {note}"),
+                ready=lambda note: _tell_ready(waiting, place, note, unit=not daemon and channel_is_first),
                 given_fd=fuse_fd,
             )
         except TierfsError as error:
@@ -151,6 +157,28 @@ def overrides(options: list[str] | None) -> dict[str, object]:
         except tomllib.TOMLDecodeError:
             pairs[key.strip()] = value.strip()
     return pairs
+
+
+def _told_mounted(place: str, file: Path, options: list[str]) -> bool:
+    """Whether that very mount is there already, which is then said. Raises MountFailed where another one is."""
+    for record in registry.records():
+        if record.mountpoint != place or not record.alive or not (record.given or mount_at(place) is not None):
+            continue
+        if os.path.realpath(record.config) != os.path.realpath(file) or record.options != options:
+            given_options = "".join(f" --set {option}" for option in record.options)
+            raise MountFailed(
+                f"{place} is the mount of another configuration, {record.config}{given_options}:"
+                f" `tierfs unmount {place}` first"
+            )
+        print(f"tierfs: {file} is mounted at {place} already", file=sys.stderr)
+        return True
+    return False
+
+
+def _tell_ready(waiting: "_Waiting", place: str, note: str, *, unit: bool) -> None:
+    waiting.tell(f"ready {note}")
+    if unit:
+        notify.ready(f"mounted at {place}{', but ' + note if note else ''}")
 
 
 def _absolute(mountpoint: str) -> str:

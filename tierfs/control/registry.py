@@ -10,10 +10,14 @@ command that mounts makes and names in TIERFS_RUNTIME_DIR; root's commands look 
 A daemon that cannot start under a channel leaves a third file there, which says why, until one starts.
 """
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import tempfile
+import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -79,8 +83,12 @@ def _place() -> Path:
 
 
 def _owned(directory: Path) -> Path:
-    if directory.stat().st_uid != os.geteuid():
+    """Refuse a directory in which another user could put a socket or a record of his own."""
+    status = directory.stat()
+    if status.st_uid != os.geteuid() or directory.lstat().st_uid != os.geteuid():
         raise ControlError(f"{directory} belongs to another user")
+    if status.st_mode & 0o022:
+        raise ControlError(f"{directory} can be written by other users: chmod 700 {directory}")
     return directory
 
 
@@ -121,6 +129,29 @@ def record_path(mountpoint: str) -> Path:
 def socket_path(mountpoint: str) -> Path:
     """The control socket for a mountpoint."""
     return record_path(mountpoint).with_suffix(".sock")
+
+
+@contextlib.contextmanager
+def starting(mountpoint: str, *, wait_s: float) -> Iterator[None]:
+    """Held by a command from its look at what is mounted there until its own mount is: two would both find nothing.
+
+    The kernel lets go of it with the process. Raises ControlError when another command has it for ``wait_s``.
+    """
+    path = record_path(mountpoint).with_suffix(".lock")
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        deadline_s = time.monotonic() + wait_s
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline_s:
+                    raise ControlError(f"another command has been mounting {mountpoint} for {wait_s:g} s") from None
+                time.sleep(0.02)
+        yield
+    finally:
+        os.close(lock)
 
 
 def write(record: Record) -> None:
