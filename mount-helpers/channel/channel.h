@@ -187,6 +187,7 @@ bool suspect_known(struct channel *c, const struct request *r);
 /* inodes.c: all with the lock held */
 void inode_offer(struct channel *c, uint64_t number, uint32_t slot, uint32_t generation);
 bool inode_opened(struct channel *c, struct request *r, struct fuse_open_out *reply);
+void inode_not_opened(struct channel *c, uint64_t number);
 void inode_released(struct channel *c, uint64_t number);
 void inodes_forget_offers(struct channel *c);
 bool inodes_write(struct channel *c, FILE *file, uint32_t *number);

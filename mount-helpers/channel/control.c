@@ -177,9 +177,8 @@ static void list_handles(struct channel *c, struct epoch *e, uint32_t serial) {
     bool written = file && inodes_write(c, file, &number);
     if (file)
         written = fclose(file) == 0 && written;
-    if (written)
-        send_message(e, CONTROL_HANDLES, serial, &number, sizeof number, NULL, 0, fd);
-    acknowledge(e, serial, written ? 0 : ENOMEM, written ? "" : "the list of open files cannot be made");
+    bool sent = written && send_message(e, CONTROL_HANDLES, serial, &number, sizeof number, NULL, 0, fd);
+    acknowledge(e, serial, sent ? 0 : ENOMEM, sent ? "" : "the list of open files cannot be sent");
     if (fd >= 0)
         close(fd);
 }
@@ -196,6 +195,8 @@ void control_receive(struct channel *c, struct epoch *e) {
         struct msghdr message = {.msg_iov = &vector, .msg_iovlen = 1, .msg_control = &ancillary,
                                  .msg_controllen = sizeof ancillary};
         ssize_t length = recvmsg(e->control_socket, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+        if (length < 0 && errno == ECONNRESET)
+            continue; /* it died with messages unread: this comes once, and before what it had said */
         if (length <= 0)
             return;
         int fds[2] = {-1, -1}, descriptors = 0;

@@ -41,6 +41,12 @@ void kernel_backing_close(struct channel *c, int id) {
     closed_backings++;
 }
 
+unsigned kernel_max_pages(void) { return 256; }
+void copy_begin(struct channel *c, struct copy *copy) {
+    (void)c;
+    free(copy);
+}
+
 static _Atomic uint64_t counters[COUNTERS];
 
 static void prepare(struct channel *c, struct epoch *e, int sockets[2]) {
@@ -448,6 +454,77 @@ static void a_refused_or_outdated_file_opens_cached(void) {
     clear(&c, &e, sockets);
 }
 
+static void an_offer_for_a_reader_that_was_killed_is_for_nobody(void) {
+    struct channel c;
+    struct epoch e;
+    int sockets[2];
+    prepare(&c, &e, sockets);
+    e.channel = &c;
+    e.files[3] = (struct tier_file){.fd = 0, .generation = 1};
+    struct request *r = an_open(&c, 2, 9);
+    request_send(&c, r);
+    CHECK(!request_answer(&c, r, -EINTR));
+    inode_offer(&c, 9, 3, 1);
+    struct { struct fuse_out_header header; struct fuse_open_out open; } late = {{sizeof late, 0, 2}, {9, 0, 0}};
+    CHECK(send(sockets[1], &late, sizeof late, 0) == sizeof late);
+    CHECK(shutdown(sockets[1], SHUT_WR) == 0);
+    replies_run(&e);
+    CHECK(counters[COUNT_LATE_REPLIES] == 1 && c.inode_count == 0);
+    struct fuse_open_out reply = {9, OPEN_KEEP_CACHE, 0};
+    CHECK(inode_opened(&c, an_open(&c, 4, 9), &reply) && !(reply.open_flags & OPEN_PASSTHROUGH));
+    inode_released(&c, 9);
+    clear(&c, &e, sockets);
+}
+
+/* -- replies */
+
+static void what_a_daemon_had_answered_counts_though_it_died_with_requests_unread(void) {
+    struct channel c;
+    struct epoch e;
+    int sockets[2];
+    prepare(&c, &e, sockets);
+    e.channel = &c;
+    for (uint64_t unique = 2; unique <= 6; unique += 2) {
+        struct message message = message_of(OP_GETATTR, unique, 1);
+        request_send(&c, request_add(&c, 0, &message, sizeof message));
+    }
+    for (uint64_t unique = 2; unique <= 4; unique += 2) {
+        struct fuse_out_header header = {sizeof header, -ESTALE, unique};
+        CHECK(send(sockets[1], &header, sizeof header, 0) == sizeof header);
+    }
+    int daemon = dup(sockets[1]);
+    CHECK(dup2(c.wake_fd, sockets[1]) == sockets[1] && close(daemon) == 0);
+    replies_run(&e);
+    CHECK(c.request_count == 1 && request_find(&c, 6) && answered_unique == 4 && answered_error == -ESTALE);
+    clear(&c, &e, sockets);
+}
+
+static bool takes_over(uint32_t flags) {
+    struct channel c;
+    struct epoch e;
+    int sockets[2];
+    prepare(&c, &e, sockets);
+    e.channel = &c;
+    e.ready = false;
+    e.taking_over = true;
+    c.init_unique = 2;
+    c.init_reply = (struct fuse_init_out){.major = 7, .flags = INIT_ASYNC_READ | INIT_DO_READDIRPLUS};
+    struct { struct fuse_out_header header; struct fuse_init_out init; } reply = {
+        {sizeof reply, 0, 2}, {.major = 7, .flags = flags}};
+    CHECK(send(sockets[1], &reply, sizeof reply, 0) == sizeof reply);
+    CHECK(shutdown(sockets[1], SHUT_WR) == 0);
+    replies_run(&e);
+    bool ready = e.ready;
+    clear(&c, &e, sockets);
+    return ready;
+}
+
+static void a_new_daemon_must_answer_what_the_kernel_was_told_it_does(void) {
+    CHECK(takes_over(INIT_DO_READDIRPLUS));
+    CHECK(takes_over(INIT_DO_READDIRPLUS | INIT_EXPORT_SUPPORT));
+    CHECK(!takes_over(INIT_ASYNC_READ));
+}
+
 static void every_open_inode_is_listed_once(void) {
     struct channel c;
     struct epoch e;
@@ -512,6 +589,9 @@ int main(void) {
     one_backing_id_until_the_last_release();
     a_cached_handle_keeps_passthrough_out();
     a_refused_or_outdated_file_opens_cached();
+    an_offer_for_a_reader_that_was_killed_is_for_nobody();
+    what_a_daemon_had_answered_counts_though_it_died_with_requests_unread();
+    a_new_daemon_must_answer_what_the_kernel_was_told_it_does();
     a_flood_of_lines_is_held_back_and_counted();
     every_open_inode_is_listed_once();
     puts("ok");
