@@ -65,6 +65,7 @@ _MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8  # umount2(2)
 _BLOCKS_MIN = 16
 _REMEMBERED_AFTER_S = 5.0  # how long a start waits for the source when it has a remembered publication
 _STOP_LIMIT_S = 8.0  # after this the watchdog ends the process; the promise is 10 s
+_TOLD_S = 1.0  # a channel that is stopped does not answer
 _UNMOUNTED_S = 2.0  # the channel unmounts when it is told that the mount shall end
 _READ_PAGES = 256  # of the kernel's largest read, unless fs.fuse.max_pages_limit says something else
 _READ_PAGES_MAX = 1024  # the channel asks for no more
@@ -425,6 +426,8 @@ class _Mount:
             async for number in received:
                 log.info("signal number=%d", number)
                 if self._channel is not None:
+                    with trio.move_on_after(_TOLD_S), contextlib.suppress(ControlError):
+                        await self._channel.stopping(unmount=False)  # else its requests would be suspected of this end
                     self._end(scope)
                     continue
                 self._stopping.set()

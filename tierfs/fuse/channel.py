@@ -215,7 +215,12 @@ class Channel:
         return waiting.handles
 
     async def stopping(self, *, unmount: bool) -> None:
-        """Say that this daemon is about to end on purpose, and whether the mount shall end too. Raises ControlError."""
+        """Say that this daemon is about to end on purpose, and whether the mount shall end too. Raises ControlError.
+
+        Nothing is said before hello(): there is no mount that depends on this daemon yet.
+        """
+        if self._counters is None:
+            return
         await self._ask(wire.Stopping(int(unmount)))
 
     # -- lending (tiers.interface.Lender) -----------------------------------------------------------------------------
