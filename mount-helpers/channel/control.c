@@ -157,15 +157,27 @@ static void file_add(struct channel *c, struct epoch *e, uint32_t serial, const 
     }
 }
 
-static void file_drop(struct epoch *e, uint32_t serial, const unsigned char *body) {
+static void file_drop(struct channel *c, struct epoch *e, uint32_t serial, const unsigned char *body) {
     struct tier_file *file = file_take(e, number32(body), number32(body + 4));
     if (!file) {
         acknowledge(e, serial, ENOENT, "no such file");
         return;
     }
-    file->dropped = true;
-    file_give_back(file);
+    if (file->users == 1 && c->dropped_count < DROPPED_MAX) {
+        c->dropped[c->dropped_count++] = file->fd;
+        *file = (struct tier_file){.fd = -1};
+    } else {
+        file->dropped = true;
+        file_give_back(file);
+    }
     acknowledge(e, serial, 0, "");
+}
+
+/* Without the lock: ours may be the last descriptor of an evicted file, whose space is given up by closing it. That takes
+ * seconds for a large one in memory. */
+void control_close_dropped(struct channel *c) {
+    while (c->dropped_count > 0)
+        close(c->dropped[--c->dropped_count]);
 }
 
 /* In a memory file: as packets, some 20,000 open files would overflow the socket's buffer. */
@@ -221,7 +233,7 @@ void control_receive(struct channel *c, struct epoch *e) {
             case CONTROL_HELLO: hello(c, e, head.serial, body); break;
             case CONTROL_POOL: pool(e, head.serial, body, fds); break;
             case CONTROL_FILE_ADD: file_add(c, e, head.serial, body, &fds[0]); break;
-            case CONTROL_FILE_DROP: file_drop(e, head.serial, body); break;
+            case CONTROL_FILE_DROP: file_drop(c, e, head.serial, body); break;
             case CONTROL_LIST_HANDLES: list_handles(c, e, head.serial); break;
             case CONTROL_OFFER:
                 inode_offer(c, number64(body), number32(body + 8), number32(body + 12));

@@ -202,6 +202,7 @@ static int bury(struct channel *c, struct lifetime *life) {
     e->draining = true;
     e->ready = false;
     pthread_mutex_unlock(&c->lock);
+    control_close_dropped(c);
     shutdown(e->fuse_socket, SHUT_RDWR); /* nothing more comes; what is there is taken off before its end is seen */
     for (unsigned i = 0; i < e->drainers; i++)
         pthread_join(e->drains[i], NULL);
@@ -332,6 +333,7 @@ static int supervise(struct channel *c, struct lifetime *life, int signals) {
             pthread_mutex_lock(&c->lock);
             control_receive(c, e);
             pthread_mutex_unlock(&c->lock);
+            control_close_dropped(c);
         } else if (polled[3].revents) {
             poll(NULL, 0, 10); /* it has closed its end: it is about to die */
         }
