@@ -23,6 +23,7 @@
 #define CLONES_MAX 16
 #define DRAINERS 2 /* take replies, and copy what is in memory */
 #define GROUPS_MAX 256
+#define DROPPED_MAX 512     /* files to be closed when the lock is free */
 #define COPY_S 30.0         /* a tier that has not given its bytes by then never will: EIO */
 #define GIVEN_UP_MAX 32     /* READs remembered as deadly */
 #define READ_FAILURES_MAX 8 /* of one request; then its reader gets EIO */
@@ -139,6 +140,9 @@ struct channel {
     struct inode **inodes;
     unsigned inode_count;
 
+    int dropped[DROPPED_MAX]; /* the main thread's alone */
+    unsigned dropped_count;
+
     struct epoch *epoch;
     bool passthrough_wanted, passthrough, init_known;
     uint64_t init_unique, made_unique;
@@ -187,6 +191,7 @@ bool suspect_known(struct channel *c, const struct request *r);
 /* inodes.c: all with the lock held */
 void inode_offer(struct channel *c, uint64_t number, uint32_t slot, uint32_t generation);
 bool inode_opened(struct channel *c, struct request *r, struct fuse_open_out *reply);
+void inode_not_opened(struct channel *c, uint64_t number);
 void inode_released(struct channel *c, uint64_t number);
 void inodes_forget_offers(struct channel *c);
 bool inodes_write(struct channel *c, FILE *file, uint32_t *number);
@@ -220,6 +225,7 @@ void copy_begin(struct channel *c, struct copy *copy);
 
 /* control.c */
 void control_receive(struct channel *c, struct epoch *e);
+void control_close_dropped(struct channel *c);
 bool control_read_failed(struct epoch *e, uint64_t unique, const struct read_part *part, int error);
 void control_stop(struct epoch *e);
 

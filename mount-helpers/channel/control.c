@@ -157,15 +157,27 @@ static void file_add(struct channel *c, struct epoch *e, uint32_t serial, const 
     }
 }
 
-static void file_drop(struct epoch *e, uint32_t serial, const unsigned char *body) {
+static void file_drop(struct channel *c, struct epoch *e, uint32_t serial, const unsigned char *body) {
     struct tier_file *file = file_take(e, number32(body), number32(body + 4));
     if (!file) {
         acknowledge(e, serial, ENOENT, "no such file");
         return;
     }
-    file->dropped = true;
-    file_give_back(file);
+    if (file->users == 1 && c->dropped_count < DROPPED_MAX) {
+        c->dropped[c->dropped_count++] = file->fd;
+        *file = (struct tier_file){.fd = -1};
+    } else {
+        file->dropped = true;
+        file_give_back(file);
+    }
     acknowledge(e, serial, 0, "");
+}
+
+/* Without the lock: ours may be the last descriptor of an evicted file, whose space is given up by closing it. That takes
+ * seconds for a large one in memory. */
+void control_close_dropped(struct channel *c) {
+    while (c->dropped_count > 0)
+        close(c->dropped[--c->dropped_count]);
 }
 
 /* In a memory file: as packets, some 20,000 open files would overflow the socket's buffer. */
@@ -177,9 +189,8 @@ static void list_handles(struct channel *c, struct epoch *e, uint32_t serial) {
     bool written = file && inodes_write(c, file, &number);
     if (file)
         written = fclose(file) == 0 && written;
-    if (written)
-        send_message(e, CONTROL_HANDLES, serial, &number, sizeof number, NULL, 0, fd);
-    acknowledge(e, serial, written ? 0 : ENOMEM, written ? "" : "the list of open files cannot be made");
+    bool sent = written && send_message(e, CONTROL_HANDLES, serial, &number, sizeof number, NULL, 0, fd);
+    acknowledge(e, serial, sent ? 0 : ENOMEM, sent ? "" : "the list of open files cannot be sent");
     if (fd >= 0)
         close(fd);
 }
@@ -196,6 +207,8 @@ void control_receive(struct channel *c, struct epoch *e) {
         struct msghdr message = {.msg_iov = &vector, .msg_iovlen = 1, .msg_control = &ancillary,
                                  .msg_controllen = sizeof ancillary};
         ssize_t length = recvmsg(e->control_socket, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+        if (length < 0 && errno == ECONNRESET)
+            continue; /* it died with messages unread: this comes once, and before what it had said */
         if (length <= 0)
             return;
         int fds[2] = {-1, -1}, descriptors = 0;
@@ -220,7 +233,7 @@ void control_receive(struct channel *c, struct epoch *e) {
             case CONTROL_HELLO: hello(c, e, head.serial, body); break;
             case CONTROL_POOL: pool(e, head.serial, body, fds); break;
             case CONTROL_FILE_ADD: file_add(c, e, head.serial, body, &fds[0]); break;
-            case CONTROL_FILE_DROP: file_drop(e, head.serial, body); break;
+            case CONTROL_FILE_DROP: file_drop(c, e, head.serial, body); break;
             case CONTROL_LIST_HANDLES: list_handles(c, e, head.serial); break;
             case CONTROL_OFFER:
                 inode_offer(c, number64(body), number32(body + 8), number32(body + 12));

@@ -104,11 +104,11 @@ static bool run(struct channel *c, struct copy *copy, struct buffer *buffer, int
             count(c, COUNT_COPIED_BYTES, copy->header.length);
         }
     }
-    epoch_lease_done(e, copy->header.lease);
     pthread_mutex_lock(&c->lock);
     for (unsigned i = 0; i < copy->header.count; i++)
         if (files[i])
             file_give_back(files[i]);
+    epoch_lease_done(e, copy->header.lease); /* last: who sees it may drop the files, and use their slots again */
     if (error && !r->answered) {
         count(c, COUNT_FAILED_COPIES, 1);
         if (++r->failures > READ_FAILURES_MAX) {

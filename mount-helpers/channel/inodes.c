@@ -57,6 +57,14 @@ void inode_offer(struct channel *c, uint64_t number, uint32_t slot, uint32_t gen
     }
 }
 
+/* The daemon allowed an OPEN of a reader that was killed meanwhile: what it offered for it is for nobody. */
+void inode_not_opened(struct channel *c, uint64_t number) {
+    struct inode **at = find(c, number);
+    if (at && *at)
+        (*at)->offered = false;
+    drop_if_idle(c, number);
+}
+
 /* The daemon allowed an OPEN: count the handle and decide how it is opened. False: there is no room to count it. */
 bool inode_opened(struct channel *c, struct request *r, struct fuse_open_out *reply) {
     struct inode *inode = find_or_add(c, r->nodeid);

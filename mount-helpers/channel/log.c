@@ -1,3 +1,4 @@
+/* What every part needs: lines to standard error, a clock, the counters the daemon shows, and waking the main thread. */
 #include "channel.h"
 
 #include <stdarg.h>

@@ -17,6 +17,7 @@
 #include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/signalfd.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -125,6 +126,15 @@ static void find_devices(struct options *o) {
     }
 }
 
+/* A daemon lends up to FILE_SLOTS files, and those of the one before may still be open; 1,024 is a usual default. */
+static void raise_descriptor_limit(void) {
+    struct rlimit limit;
+    if (getrlimit(RLIMIT_NOFILE, &limit))
+        return;
+    limit.rlim_cur = limit.rlim_max;
+    setrlimit(RLIMIT_NOFILE, &limit);
+}
+
 int main_mount(struct channel *c, char *why, size_t why_size) {
     c->epoch->asked = true;
     if (c->limits_set || c->readers[0])
@@ -192,6 +202,7 @@ static int bury(struct channel *c, struct lifetime *life) {
     e->draining = true;
     e->ready = false;
     pthread_mutex_unlock(&c->lock);
+    control_close_dropped(c);
     shutdown(e->fuse_socket, SHUT_RDWR); /* nothing more comes; what is there is taken off before its end is seen */
     for (unsigned i = 0; i < e->drainers; i++)
         pthread_join(e->drains[i], NULL);
@@ -261,7 +272,7 @@ static int supervise(struct channel *c, struct lifetime *life, int signals) {
             life->looked_s = now_s();
             requests_give_up_copies(c, life->looked_s - COPY_S);
         }
-        bool tick = c->interrupted_count > 0, stopping = c->stopping, gone = c->gone;
+        bool tick = c->interrupted_count > 0, stopping = c->stopping, gone = c->gone, replacing = c->replacing;
         if (e && e->ready)
             life->grace_ends_s = 0;
         bool set_limits = e && e->ready && !c->limits_set;
@@ -278,6 +289,8 @@ static int supervise(struct channel *c, struct lifetime *life, int signals) {
             }
         }
         double now = now_s();
+        if (e && replacing && life->kill_at_s == 0)
+            life->kill_at_s = now + END_S; /* it has said so itself: readers wait, and it may not come to its end */
         if (ending && !e)
             return 0;
         if (e && life->kill_at_s > 0 && now >= life->kill_at_s) {
@@ -320,6 +333,7 @@ static int supervise(struct channel *c, struct lifetime *life, int signals) {
             pthread_mutex_lock(&c->lock);
             control_receive(c, e);
             pthread_mutex_unlock(&c->lock);
+            control_close_dropped(c);
         } else if (polled[3].revents) {
             poll(NULL, 0, 10); /* it has closed its end: it is about to die */
         }
@@ -340,6 +354,7 @@ int main(int argc, char **argv) {
     char why[256] = "";
     parse_options(&c->options, argc, argv);
     pthread_mutex_init(&c->lock, NULL);
+    raise_descriptor_limit();
     sigset_t mask;
     sigemptyset(&mask);
     sigaddset(&mask, SIGTERM);

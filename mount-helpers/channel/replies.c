@@ -9,6 +9,9 @@
 
 #include "parse.h"
 
+/* What only the daemon can know whether it answers; all other flags are the channel's business. */
+#define INIT_DAEMONS (INIT_EXPORT_SUPPORT | INIT_DO_READDIRPLUS | INIT_READDIRPLUS_AUTO)
+
 /* What the daemon's library offers, less what makes no sense here, and what it cannot offer. */
 static size_t patch_init(struct channel *c, unsigned char *body, size_t length) {
     struct fuse_init_out out = {0};
@@ -17,8 +20,7 @@ static size_t patch_init(struct channel *c, unsigned char *body, size_t length) 
     size_t sent = c->init_length - sizeof(struct fuse_in_header);
     memcpy(&in, c->init_request + sizeof(struct fuse_in_header), sent < sizeof in ? sent : sizeof in);
     uint32_t wanted = INIT_ASYNC_READ | INIT_PARALLEL_DIROPS | INIT_MAX_PAGES | INIT_CACHE_SYMLINKS | INIT_EXT;
-    uint32_t kept = INIT_EXPORT_SUPPORT | INIT_DO_READDIRPLUS | INIT_READDIRPLUS_AUTO;
-    out.flags = (wanted | (out.flags & kept)) & in.flags;
+    out.flags = (wanted | (out.flags & INIT_DAEMONS)) & in.flags;
     out.flags2 = 0;
     out.max_stack_depth = 0;
     if (c->passthrough_wanted && (in.flags & INIT_EXT) && (in.flags2 & INIT2_PASSTHROUGH)) {
@@ -47,8 +49,9 @@ static void taken_over(struct channel *c, struct epoch *e, const unsigned char *
     struct fuse_init_out out = {0};
     memcpy(&out, body, length < sizeof out ? length : sizeof out);
     e->taking_over = false;
-    if (error || out.major != c->init_reply.major) {
-        say("the new daemon speaks another protocol (%d, %u): refused", error, out.major);
+    uint32_t lacks = c->init_reply.flags & INIT_DAEMONS & ~out.flags; /* the kernel goes on asking for it */
+    if (error || out.major != c->init_reply.major || lacks) {
+        say("the new daemon speaks another protocol (%d, %u, lacks 0x%x): refused", error, out.major, lacks);
         shutdown(e->fuse_socket, SHUT_RDWR); /* it ends, and another is tried until the grace is over */
         return;
     }
@@ -122,8 +125,10 @@ static void reply(struct channel *c, struct epoch *e, unsigned char *bytes, size
         if (opened)
             memcpy(&fh, body, sizeof fh);
         request_remove(c, r);
-        if (opened)
+        if (opened) {
+            inode_not_opened(c, nodeid);
             request_made_release(c, nodeid, fh);
+        }
         goto out;
     }
     if (r->opcode == OP_READ && header.error == 0) {
@@ -173,8 +178,8 @@ void *replies_run(void *argument) {
     unsigned char *bytes = malloc(REPLY_BYTES_MAX);
     while (bytes) {
         ssize_t length = recv(e->fuse_socket, bytes, REPLY_BYTES_MAX, 0);
-        if (length < 0 && errno == EINTR)
-            continue;
+        if (length < 0 && (errno == EINTR || errno == ECONNRESET))
+            continue; /* the reset comes once, and before what a daemon that died with requests unread had answered */
         if (length <= 0)
             break;
         reply(e->channel, e, bytes, (size_t)length);

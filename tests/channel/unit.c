@@ -7,6 +7,7 @@
 #include <string.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "channel.h"
@@ -39,6 +40,16 @@ int kernel_backing_open(struct channel *c, int fd) {
 void kernel_backing_close(struct channel *c, int id) {
     (void)c, (void)id;
     closed_backings++;
+}
+
+int main_mount(struct channel *c, char *why, size_t why_size) { return (void)c, (void)why, (void)why_size, 0; }
+int main_take_over(struct channel *c, struct epoch *e, char *why, size_t why_size) {
+    return (void)c, (void)e, (void)why, (void)why_size, 0;
+}
+unsigned kernel_max_pages(void) { return 256; }
+void copy_begin(struct channel *c, struct copy *copy) {
+    (void)c;
+    free(copy);
 }
 
 static _Atomic uint64_t counters[COUNTERS];
@@ -448,6 +459,77 @@ static void a_refused_or_outdated_file_opens_cached(void) {
     clear(&c, &e, sockets);
 }
 
+static void an_offer_for_a_reader_that_was_killed_is_for_nobody(void) {
+    struct channel c;
+    struct epoch e;
+    int sockets[2];
+    prepare(&c, &e, sockets);
+    e.channel = &c;
+    e.files[3] = (struct tier_file){.fd = 0, .generation = 1};
+    struct request *r = an_open(&c, 2, 9);
+    request_send(&c, r);
+    CHECK(!request_answer(&c, r, -EINTR));
+    inode_offer(&c, 9, 3, 1);
+    struct { struct fuse_out_header header; struct fuse_open_out open; } late = {{sizeof late, 0, 2}, {9, 0, 0}};
+    CHECK(send(sockets[1], &late, sizeof late, 0) == sizeof late);
+    CHECK(shutdown(sockets[1], SHUT_WR) == 0);
+    replies_run(&e);
+    CHECK(counters[COUNT_LATE_REPLIES] == 1 && c.inode_count == 0);
+    struct fuse_open_out reply = {9, OPEN_KEEP_CACHE, 0};
+    CHECK(inode_opened(&c, an_open(&c, 4, 9), &reply) && !(reply.open_flags & OPEN_PASSTHROUGH));
+    inode_released(&c, 9);
+    clear(&c, &e, sockets);
+}
+
+/* -- replies */
+
+static void what_a_daemon_had_answered_counts_though_it_died_with_requests_unread(void) {
+    struct channel c;
+    struct epoch e;
+    int sockets[2];
+    prepare(&c, &e, sockets);
+    e.channel = &c;
+    for (uint64_t unique = 2; unique <= 6; unique += 2) {
+        struct message message = message_of(OP_GETATTR, unique, 1);
+        request_send(&c, request_add(&c, 0, &message, sizeof message));
+    }
+    for (uint64_t unique = 2; unique <= 4; unique += 2) {
+        struct fuse_out_header header = {sizeof header, -ESTALE, unique};
+        CHECK(send(sockets[1], &header, sizeof header, 0) == sizeof header);
+    }
+    int daemon = dup(sockets[1]);
+    CHECK(dup2(c.wake_fd, sockets[1]) == sockets[1] && close(daemon) == 0);
+    replies_run(&e);
+    CHECK(c.request_count == 1 && request_find(&c, 6) && answered_unique == 4 && answered_error == -ESTALE);
+    clear(&c, &e, sockets);
+}
+
+static bool takes_over(uint32_t flags) {
+    struct channel c;
+    struct epoch e;
+    int sockets[2];
+    prepare(&c, &e, sockets);
+    e.channel = &c;
+    e.ready = false;
+    e.taking_over = true;
+    c.init_unique = 2;
+    c.init_reply = (struct fuse_init_out){.major = 7, .flags = INIT_ASYNC_READ | INIT_DO_READDIRPLUS};
+    struct { struct fuse_out_header header; struct fuse_init_out init; } reply = {
+        {sizeof reply, 0, 2}, {.major = 7, .flags = flags}};
+    CHECK(send(sockets[1], &reply, sizeof reply, 0) == sizeof reply);
+    CHECK(shutdown(sockets[1], SHUT_WR) == 0);
+    replies_run(&e);
+    bool ready = e.ready;
+    clear(&c, &e, sockets);
+    return ready;
+}
+
+static void a_new_daemon_must_answer_what_the_kernel_was_told_it_does(void) {
+    CHECK(takes_over(INIT_DO_READDIRPLUS));
+    CHECK(takes_over(INIT_DO_READDIRPLUS | INIT_EXPORT_SUPPORT));
+    CHECK(!takes_over(INIT_ASYNC_READ));
+}
+
 static void every_open_inode_is_listed_once(void) {
     struct channel c;
     struct epoch e;
@@ -464,12 +546,100 @@ static void every_open_inode_is_listed_once(void) {
     FILE *file = tmpfile();
     CHECK(file && inodes_write(&c, file, &number) && number == 5000);
     for (rewind(file); fread(pair, sizeof pair, 1, file) == 1; seen++)
-        CHECK(pair[1] == 1 && request_find(&c, 0) == NULL);
+        CHECK(pair[1] == 1);
     CHECK(seen == 5000);
     fclose(file);
     for (uint64_t inode = 2; inode < 5002; inode++)
         inode_released(&c, inode * 0x9E3779B97F4A7C15u >> 1);
     CHECK(c.inode_count == 0);
+    clear(&c, &e, sockets);
+}
+
+/* -- control messages */
+
+/* What the channel acknowledges one message with; the descriptor that came before the acknowledgement in *received. */
+static uint32_t told(struct channel *c, int daemon, const uint32_t *words, size_t count, int fd, int *received) {
+    union { char space[CMSG_SPACE(sizeof(int))]; struct cmsghdr align; } ancillary = {{0}};
+    uint32_t body[8] = {0};
+    struct iovec vector = {(void *)(uintptr_t)words, count * sizeof *words};
+    struct msghdr message = {.msg_iov = &vector, .msg_iovlen = 1};
+    if (fd >= 0) {
+        message.msg_control = &ancillary;
+        message.msg_controllen = sizeof ancillary;
+        struct cmsghdr *control = CMSG_FIRSTHDR(&message);
+        *control = (struct cmsghdr){.cmsg_len = CMSG_LEN(sizeof fd), .cmsg_level = SOL_SOCKET, .cmsg_type = SCM_RIGHTS};
+        memcpy(CMSG_DATA(control), &fd, sizeof fd);
+    }
+    CHECK(sendmsg(daemon, &message, 0) > 0);
+    control_receive(c, c->epoch);
+    for (;;) {
+        vector = (struct iovec){body, sizeof body};
+        message = (struct msghdr){.msg_iov = &vector, .msg_iovlen = 1, .msg_control = &ancillary,
+                                  .msg_controllen = sizeof ancillary};
+        CHECK(recvmsg(daemon, &message, MSG_DONTWAIT) >= 8);
+        if (body[0] == CONTROL_ACK)
+            return body[2];
+        CHECK(received && body[0] == CONTROL_HANDLES && CMSG_FIRSTHDR(&message));
+        memcpy(received, CMSG_DATA(CMSG_FIRSTHDR(&message)), sizeof *received);
+    }
+}
+
+static void a_dropped_file_is_closed_when_the_lock_is_free_and_its_slot_is_free_at_once(void) {
+    struct channel c;
+    struct epoch e;
+    int sockets[2], control[2];
+    struct stat status;
+    prepare(&c, &e, sockets);
+    CHECK(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, control) == 0);
+    e.control_socket = control[0];
+    e.hello = true;
+    int file = open("/proc/self/exe", O_RDONLY);
+    CHECK(fstat(file, &status) == 0);
+    c.options.has_user = true;
+    c.options.uid = status.st_uid;
+    c.options.tier_count = 1;
+    c.options.tier_devices[0] = status.st_dev;
+    c.options.tiers[0] = "/nowhere";
+    uint32_t size = (uint32_t)status.st_size;
+    const uint32_t add[] = {CONTROL_FILE_ADD, 1, 3, 1, size, 0}, again[] = {CONTROL_FILE_ADD, 1, 3, 2, size, 0};
+    const uint32_t drop[] = {CONTROL_FILE_DROP, 1, 3, 1};
+    CHECK(told(&c, control[1], add, 6, file, NULL) == 0 && told(&c, control[1], again, 6, file, NULL) == EBUSY);
+    int lent = e.files[3].fd;
+    CHECK(told(&c, control[1], drop, 4, -1, NULL) == 0 && told(&c, control[1], drop, 4, -1, NULL) == ENOENT);
+    CHECK(c.dropped_count == 1 && fcntl(lent, F_GETFD) >= 0);
+    CHECK(told(&c, control[1], again, 6, file, NULL) == 0 && e.files[3].fd != lent);
+    control_close_dropped(&c);
+    CHECK(c.dropped_count == 0 && fcntl(lent, F_GETFD) < 0 && errno == EBADF);
+    CHECK(file_take(&e, 3, 1) == NULL && file_take(&e, 3, 2) == &e.files[3]);
+    close(e.files[3].fd);
+    close(file);
+    close(control[0]);
+    close(control[1]);
+    clear(&c, &e, sockets);
+}
+
+static void open_files_are_listed_and_releases_that_wait_are_over_by_then(void) {
+    struct channel c;
+    struct epoch e;
+    int sockets[2], control[2], list = -1;
+    prepare(&c, &e, sockets);
+    CHECK(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, control) == 0);
+    e.control_socket = control[0];
+    e.hello = true;
+    e.ready = false;
+    struct fuse_open_out reply = {0};
+    CHECK(inode_opened(&c, an_open(&c, 2, 9), &reply));
+    struct message release = message_of(OP_RELEASE, 4, 8);
+    request_add(&c, 0, &release, sizeof release);
+    const uint32_t words[] = {CONTROL_LIST_HANDLES, 1};
+    CHECK(told(&c, control[1], words, 2, -1, &list) == 0 && list >= 0);
+    uint64_t pair[3];
+    CHECK(pread(list, pair, sizeof pair, 0) == 16 && pair[0] == 9 && pair[1] == 1);
+    CHECK(request_find(&c, 4) == NULL && answered_unique == 4 && answered_error == 0);
+    close(list);
+    inode_released(&c, 9);
+    close(control[0]);
+    close(control[1]);
     clear(&c, &e, sockets);
 }
 
@@ -512,6 +682,11 @@ int main(void) {
     one_backing_id_until_the_last_release();
     a_cached_handle_keeps_passthrough_out();
     a_refused_or_outdated_file_opens_cached();
+    an_offer_for_a_reader_that_was_killed_is_for_nobody();
+    what_a_daemon_had_answered_counts_though_it_died_with_requests_unread();
+    a_new_daemon_must_answer_what_the_kernel_was_told_it_does();
+    a_dropped_file_is_closed_when_the_lock_is_free_and_its_slot_is_free_at_once();
+    open_files_are_listed_and_releases_that_wait_are_over_by_then();
     a_flood_of_lines_is_held_back_and_counted();
     every_open_inode_is_listed_once();
     puts("ok");

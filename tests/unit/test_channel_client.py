@@ -322,6 +322,20 @@ def test_a_failed_read_is_told_to_the_tier_and_then_settled(tmp_path: Path) -> N
     play(script)
 
 
+def test_a_tier_that_does_not_answer_keeps_no_failed_read_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_module, "_TELL_S", 0.01)
+
+    async def script(channel: Channel, peer: Peer) -> None:
+        async def failed(lent: LentFile | None, offset_bytes: int, error_number: int) -> None:
+            await trio.sleep_forever()
+
+        channel.on_read_failed = failed
+        await peer.send(0, wire.ReadFailed(1, wire.POOL_SLOT, 0, 0, 10, errno.EIO))
+        await until(lambda: peer.got[-1] == wire.ReadSettled(1))
+
+    play(script)
+
+
 def test_stop_and_the_end_of_the_channel_are_told() -> None:
     async def script(channel: Channel, peer: Peer) -> None:
         stopped, gone = trio.Event(), trio.Event()

@@ -205,11 +205,15 @@ def prepare(config: MountConfig, mountpoint: str) -> None:
 
 
 def _give(name: str, directory: int, uid: int, gid: int) -> None:
-    status = os.stat(name, dir_fd=directory, follow_symlinks=False)
-    regular = not stat.S_ISDIR(status.st_mode)
-    if status.st_uid == uid or (regular and status.st_nlink != 1):
-        return
-    os.chown(name, uid, gid, dir_fd=directory, follow_symlinks=False)
+    # What is looked at must be what is given: that user may put another file in its place meanwhile.
+    descriptor = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+    try:
+        status = os.fstat(descriptor)
+        linked = not stat.S_ISDIR(status.st_mode) and status.st_nlink != 1
+        if status.st_uid != uid and not linked:
+            os.chown(f"/proc/self/fd/{descriptor}", uid, gid)
+    finally:
+        os.close(descriptor)
 
 
 def _import_path() -> str:

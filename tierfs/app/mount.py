@@ -68,6 +68,7 @@ _MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8  # umount2(2)
 _BLOCKS_MIN = 16
 _REMEMBERED_AFTER_S = 5.0  # how long a start waits for the source when it has a remembered publication
 _STOP_LIMIT_S = 8.0  # after this the watchdog ends the process; the promise is 10 s
+_TOLD_S = 1.0  # a channel that is stopped does not answer
 _UNMOUNTED_S = 2.0  # the channel unmounts when it is told that the mount shall end
 _READ_BYTES = 256 * 4096  # the kernel's largest read: the channel asks for no more
 _CONTENT_BATCH_S = 1.0  # content ids arrive one by one while the server digests
@@ -472,6 +473,8 @@ class _Mount:
                     await self._reload()
                     continue
                 if self._channel is not None:
+                    with trio.move_on_after(_TOLD_S), contextlib.suppress(ControlError):
+                        await self._channel.stopping(unmount=False)  # else its requests would be suspected of this end
                     self._end(scope)
                     continue
                 self._stopping.set()

@@ -13,6 +13,7 @@ A daemon that cannot start under a channel leaves a third file there, which says
 import contextlib
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import tempfile
@@ -211,18 +212,24 @@ def records() -> list[Record]:
 
 
 def _credible(record: Record, path: Path) -> bool:
-    """Whether root may believe what a daemon without rights wrote: a command ends the processes a record names."""
-    if record.socket != str(path.with_suffix(".sock")) or path.name != record_path(record.mountpoint).name:
-        return False
+    """Whether root may believe what a daemon without rights wrote: a command ends the processes a record names, and
+    gives the directories that its configuration names to that daemon's user. The command line of root's channel tells.
+    """
     try:
+        if record.socket != str(path.with_suffix(".sock")) or path.name != record_path(record.mountpoint).name:
+            return False
         if record.daemon_alive and _owner(record.daemon_pid) != path.parent.stat().st_uid:
             return False
         if not record.alive:
             return True
-        command = Path(f"/proc/{record.pid}/cmdline").read_bytes().split(b"\0")
-        named = command[command.index(b"--mountpoint") + 1]
-        return record.channel and _owner(record.pid) == 0 and named == os.fsencode(record.mountpoint)
-    except (OSError, ValueError, IndexError):
+        command = os.fsdecode(Path(f"/proc/{record.pid}/cmdline").read_bytes()).split("\0")
+        named = command[command.index("--mountpoint") + 1]
+        daemon = command[command.index("--") + 1 :]
+        config = daemon[daemon.index("mount") + 1]
+        options = [value for word, value in itertools.pairwise(daemon) if word == "--set"]
+        same = (named, config, options) == (record.mountpoint, record.config, record.options)
+        return record.channel and _owner(record.pid) == 0 and same
+    except (OSError, ValueError, IndexError, TypeError):
         return False
 
 

@@ -30,6 +30,7 @@ ENVIRONMENT = "TIERFS_CHANNEL"
 LEASES = 4096
 _ACK_S = 10.0
 _LEASE_WAIT_S = 5.0
+_TELL_S = 5.0  # a tier drops what failed at once; its record of that may be on the very disk that does not answer
 _SWEEP_S = 0.05
 _SWEEP_FROM = 8  # outstanding leases below this number are left to the periodic sweep
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -173,8 +174,8 @@ class Channel:
                 self.passthrough_reason = message.reason
                 self._counters = mmap.mmap(descriptors[0], wire.COUNTERS_BYTES, mmap.MAP_SHARED, mmap.PROT_READ)
             case wire.ReadFailed():
-                # Bounded by the leases: each of these replies holds one.
-                nursery.start_soon(self._read_failed, message)
+                # Bounded by the READs the kernel waits for: each has failed once until it is settled.
+                nursery.start_soon(self._read_failed, nursery, message)
             case wire.Stop():
                 self.on_stop()
             case _:
@@ -214,7 +215,12 @@ class Channel:
         return waiting.handles
 
     async def stopping(self, *, unmount: bool) -> None:
-        """Say that this daemon is about to end on purpose, and whether the mount shall end too. Raises ControlError."""
+        """Say that this daemon is about to end on purpose, and whether the mount shall end too. Raises ControlError.
+
+        Nothing is said before hello(): there is no mount that depends on this daemon yet.
+        """
+        if self._counters is None:
+            return
         await self._ask(wire.Stopping(int(unmount)))
 
     # -- lending (tiers.interface.Lender) -----------------------------------------------------------------------------
@@ -331,8 +337,8 @@ class Channel:
             await trio.sleep(_SWEEP_S)
             self.sweep()
 
-    async def _read_failed(self, failed: wire.ReadFailed) -> None:
-        """Tell the tier, then let the channel ask again; a fault of the first must not keep the reader waiting."""
+    async def _read_failed(self, nursery: trio.Nursery, failed: wire.ReadFailed) -> None:
+        """Tell the tier, then let the channel ask again; a tier that errs or hangs must not keep the reader waiting."""
         lent: LentFile | None = None
         known = failed.slot == wire.POOL_SLOT
         if failed.slot < wire.SLOTS:
@@ -345,17 +351,26 @@ class Channel:
             failed.length_bytes,
             errno.errorcode.get(failed.error_number, failed.error_number),
         )
+        if known:
+            told = trio.Event()
+            nursery.start_soon(self._tell, lent, failed, told)
+            with trio.move_on_after(_TELL_S):
+                await told.wait()
         try:
-            if known and self.on_read_failed is not None:
+            await self._ask(wire.ReadSettled(failed.unique))
+        except ControlError as error:
+            log.warning("read_not_settled error=%s", error)
+
+    async def _tell(self, lent: LentFile | None, failed: wire.ReadFailed, told: trio.Event) -> None:
+        try:
+            if self.on_read_failed is not None:
                 await self.on_read_failed(lent, failed.offset_bytes, failed.error_number)
         except TierfsError as error:
             log.warning("read_failure_not_handled error=%s", error)
         except Exception as error:
             log.error("read_failure_by_bug error=%r", error, exc_info=error)
-        try:
-            await self._ask(wire.ReadSettled(failed.unique))
-        except ControlError as error:
-            log.warning("read_not_settled error=%s", error)
+        finally:
+            told.set()
 
     # -- counters -----------------------------------------------------------------------------------------------------
 
