@@ -1,6 +1,9 @@
 """The metrics of a mount daemon, where `metrics.listen` asks for them. Run by mount.py beside the session."""
 
+from importlib import import_module
 from pathlib import Path
+
+import trio
 
 from tierfs.config.addresses import parse_metrics_listen
 from tierfs.config.schema import MetricsConfig
@@ -17,7 +20,9 @@ async def run(config: MetricsConfig, daemon: Daemon) -> None:
     """Answer scrapes until cancelled; returns at once where none are asked for."""
     if config.listen is None:
         return
-    # Only here: other daemons are spared the time and the memory of prometheus_client.
+    # Only here: other daemons are spared the time and the memory of prometheus_client; in a thread, for readers may be
+    # there already.
+    await trio.to_thread.run_sync(import_module, "tierfs.control.metrics", limiter=trio.CapacityLimiter(1))
     from tierfs.control import metrics, scraping
 
     await scraping.serve(

@@ -2,7 +2,7 @@
 
 A request of the kernel is served in one or several calls of the block cache. fuse/operations.py begins a ``Request``
 in the task that answers it; the cache says there which places it had to go to, and nothing where memory had the bytes.
-What must hold: both cost well under a microsecond, for every read pays them.
+What must hold: both cost a few microseconds at most, for every read pays them.
 """
 
 from bisect import bisect_left
@@ -31,7 +31,9 @@ class Request:
 
     def came_from(self, place: str) -> None:
         """Some of its bytes came from there."""
-        self._distance = max(self._distance, _DISTANCE[place])
+        distance = _DISTANCE[place]
+        if distance > self._distance:
+            self._distance = distance
 
 
 _current: ContextVar[Request | None] = ContextVar("tierfs_request", default=None)
