@@ -1,13 +1,18 @@
 """What SECURITY.md promises about files, sockets and the token, looked at on real mounts."""
 
+import json
 import os
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.integration.processes import ENVIRONMENT, Mount, Serve, tierfs
+from tierfs.app.launch import find_program
+from tierfs.control import registry
 
 pytestmark = pytest.mark.fuse
 
@@ -111,3 +116,93 @@ def test_a_runtime_directory_of_somebody_else_is_refused_and_so_is_a_link(tmp_pa
     runtime.symlink_to(tmp_path / "mine")
     os.chown(runtime, 65534, 65534, follow_symlinks=False)
     assert "belongs to another user" in tierfs("status", check=False).stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root's commands look at the records of other users")
+def test_root_believes_no_record_that_names_a_process_of_somebody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command ends what a record names: a daemon without rights must not choose."""
+    monkeypatch.setattr(registry, "_ROOT", tmp_path / "root")
+    monkeypatch.delenv(registry.ENVIRONMENT, raising=False)
+    directory = registry.user_directory(65534, 65534)
+    own = os.getpid()
+
+    def written(**changes: object) -> list[registry.Record]:
+        path = directory / registry.record_path("/models").name
+        record = {
+            "mountpoint": "/models",
+            "pid": 0,
+            "started": 1,
+            "socket": str(path.with_suffix(".sock")),
+            "config": "",
+        }
+        path.write_text(json.dumps({**record, **changes}))
+        return registry.records()
+
+    assert len(written()) == 1, "of a dead mount it may be believed"
+    started = registry.process_start(own)
+    assert written(pid=own, started=started) == []
+    assert written(pid=own, started=started, daemon_pid=own, daemon_started=started) == []
+    assert written(daemon_pid=own, daemon_started=started) == []
+    assert written(socket="/run/other.sock") == []
+    assert written(mountpoint="/elsewhere") == []
+
+
+# A daemon that lends the channel what it must not take, and prints what it was answered.
+_HOSTILE = """
+import os, socket, struct, sys
+tier, elsewhere = sys.argv[1:]
+control = socket.socket(fileno=int(os.environ["TIERFS_CHANNEL"].split(",")[1]))
+def ask(type, payload, fd=None):
+    fds = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd))]
+    control.sendmsg([struct.pack("<II", type, 7) + payload], fds)
+    while (answer := control.recv(65536))[:4] != struct.pack("<I", 100):
+        pass
+    return struct.unpack_from("<I", answer, 8)[0]
+def lend(slot, path, flags, size=4096):
+    return ask(4, struct.pack("<IIQ", slot, 1, size), os.open(path, flags))
+assert ask(1, struct.pack("<I", 2)) == 0
+whole = tier + "/object"
+print(
+    lend(0, whole, os.O_RDONLY),
+    lend(1, whole, os.O_RDWR),
+    lend(2, whole, os.O_WRONLY),
+    lend(4, tier, os.O_RDONLY),
+    lend(5, elsewhere, os.O_RDONLY),
+    lend(6, tier + "/theirs", os.O_RDONLY),
+    lend(7, whole, os.O_RDONLY, 8192),
+    flush=True,
+)
+"""
+
+
+@pytest.mark.skipif(find_program() is None, reason="tierfs-channel is not installed")
+@pytest.mark.skipif(os.geteuid() != 0, reason="a file of another user is needed")
+def test_the_channel_takes_only_read_only_files_of_its_daemon_on_a_tier(tmp_path: Path) -> None:
+    (tmp_path / "mnt").mkdir()
+    tier = tmp_path / "tier"
+    tier.mkdir()
+    for name in ("object", "theirs"):
+        (tier / name).write_bytes(bytes(4096))
+    os.chown(tier / "theirs", 65534, 65534)
+    elsewhere = Path(f"/dev/shm/tierfs-test-{os.getpid()}")
+    elsewhere.write_bytes(bytes(4096))
+    try:
+        assert elsewhere.stat().st_dev != tier.stat().st_dev, "this test wants another file system"
+        program = str(find_program())
+        line = [
+            program,
+            "--mountpoint",
+            str(tmp_path / "mnt"),
+            "--tier",
+            str(tier),
+            "--",
+            sys.executable,
+            "-c",
+            _HOSTILE,
+        ]
+        done = subprocess.run([*line, str(tier), str(elsewhere)], capture_output=True, text=True, timeout=60)
+    finally:
+        elsewhere.unlink()
+    assert done.stdout.split() == ["0"] + ["13"] * 6, done.stderr  # EACCES
