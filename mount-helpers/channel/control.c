@@ -125,7 +125,7 @@ static bool acceptable(struct channel *c, int fd, uint64_t size) {
     struct stat status;
     int flags = fcntl(fd, F_GETFL);
     uid_t owner = c->options.has_user ? c->options.uid : geteuid();
-    if (flags < 0 || (flags & O_ACCMODE) != O_RDONLY || fstat(fd, &status) || !S_ISREG(status.st_mode) ||
+    if (flags < 0 || (flags & (O_ACCMODE | O_PATH)) != O_RDONLY || fstat(fd, &status) || !S_ISREG(status.st_mode) ||
         status.st_uid != owner || (uint64_t)status.st_size != size)
         return false;
     for (int round = 0; round < 2; round++) {

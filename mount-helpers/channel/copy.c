@@ -10,12 +10,16 @@
 #include <unistd.h>
 
 #define COPIERS 4
+#define COPIERS_MAX 64
+#define STUCK_S 0.5 /* no copier has taken anything for so long: all wait for a disk that does not answer */
 #define SMALL_BYTES 65536
 
 static struct {
     pthread_mutex_t lock;
     pthread_cond_t work;
     struct copy *first, **end;
+    unsigned copiers;
+    double taken_s;
 } queue = {.lock = PTHREAD_MUTEX_INITIALIZER, .work = PTHREAD_COND_INITIALIZER};
 
 struct buffer {
@@ -140,6 +144,7 @@ static void *copier_run(void *argument) {
         queue.first = copy->next;
         if (!queue.first)
             queue.end = &queue.first;
+        queue.taken_s = now_s();
         pthread_mutex_unlock(&queue.lock);
         (void)run(argument, copy, &buffer, 0);
     }
@@ -152,6 +157,17 @@ static bool in_memory(const struct copy *copy) {
         if (copy->parts[i].slot != SLOT_POOL)
             return false;
     return true;
+}
+
+/* One more copier; with the queue's lock. 0 or an errno. */
+static int add_copier(struct channel *c) {
+    pthread_t thread;
+    int error = pthread_create(&thread, NULL, copier_run, c);
+    if (error)
+        return error;
+    pthread_detach(thread);
+    queue.copiers++;
+    return 0;
 }
 
 /* Bounded by the table of requests: each has at most one copy. Without the lock. */
@@ -168,17 +184,17 @@ void copy_begin(struct channel *c, struct copy *copy) {
         queue.end = &queue.first;
     *queue.end = copy;
     queue.end = &copy->next;
+    if (queue.first != copy && now_s() - queue.taken_s > STUCK_S && queue.copiers < COPIERS_MAX)
+        (void)add_copier(c); /* so that the other disks' readers go on; without one they wait */
     pthread_cond_signal(&queue.work);
     pthread_mutex_unlock(&queue.lock);
 }
 
 int copiers_start(struct channel *c) {
-    for (int i = 0; i < COPIERS; i++) {
-        pthread_t thread;
-        int error = pthread_create(&thread, NULL, copier_run, c);
-        if (error)
-            return error;
-        pthread_detach(thread);
-    }
-    return 0;
+    int error = 0;
+    pthread_mutex_lock(&queue.lock);
+    while (!error && queue.copiers < COPIERS)
+        error = add_copier(c);
+    pthread_mutex_unlock(&queue.lock);
+    return error;
 }

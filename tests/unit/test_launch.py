@@ -1,13 +1,14 @@
 """Which mode a configuration gets, and the command line of the channel."""
 
 import os
+import pwd
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from tierfs.app import launch
-from tierfs.blocks.errors import ConfigError, ControlError
+from tierfs.blocks.errors import ConfigError, ControlError, MountFailed
 from tierfs.config.load import load_mount_config
 from tierfs.config.schema import MountConfig
 
@@ -96,6 +97,22 @@ def test_the_directories_of_a_user_become_the_users_but_nothing_beyond_them(tmp_
     assert launch.state_directory(settings, "/mnt/x").stat().st_uid == user
     assert launch.log_path(settings, "/mnt/x").parent.stat().st_uid == user
     assert (outside.stat().st_uid, (tmp_path / "state").stat().st_uid) == (0, 0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives directories away")
+def test_a_tier_that_is_somebody_elses_symlink_is_given_to_nobody(tmp_path: Path) -> None:
+    user = pwd.getpwnam("nobody").pw_uid
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (tmp_path / "warm").symlink_to(outside)
+    os.chown(tmp_path / "warm", user, -1, follow_symlinks=False)
+    settings = config(tmp_path, 'user = "nobody"')
+    with pytest.raises(MountFailed, match="a symlink that root did not make"):
+        launch.prepare(settings, "/mnt/x")
+    assert outside.stat().st_uid == 0
+    os.chown(tmp_path / "warm", 0, -1, follow_symlinks=False)
+    launch.prepare(settings, "/mnt/x")
+    assert outside.stat().st_uid == user
 
 
 def test_what_a_running_channel_keeps_is_named(tmp_path: Path) -> None:

@@ -196,10 +196,17 @@ def prepare(config: MountConfig, mountpoint: str) -> None:
     for place in places:
         try:
             place.mkdir(mode=0o755, parents=True, exist_ok=True)
-            os.chown(place, entry.pw_uid, entry.pw_gid)
-            for _, directories, files, descriptor in os.fwalk(place, follow_symlinks=False):
-                for name in directories + files:
-                    _give(name, descriptor, entry.pw_uid, entry.pw_gid)
+            # A symlink that root made may lead to the tier; one of anybody else could lead to what is not theirs.
+            if place.is_symlink() and (place.lstat().st_uid, place.parent.stat().st_uid) != (0, 0):
+                raise MountFailed(f"{place} is a symlink that root did not make: name the directory itself")
+            opened = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fchown(opened, entry.pw_uid, entry.pw_gid)
+                for _, directories, files, descriptor in os.fwalk(".", dir_fd=opened, follow_symlinks=False):
+                    for name in directories + files:
+                        _give(name, descriptor, entry.pw_uid, entry.pw_gid)
+            finally:
+                os.close(opened)
         except OSError as error:
             raise MountFailed(f"cannot give {place} to the user {config.mount.user}: {error}") from error
 
