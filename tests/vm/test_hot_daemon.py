@@ -1,6 +1,5 @@
-"""In the VM: a real daemon with its hot tier on persistent memory, killed while it fills it; one without libpmemobj."""
+"""In the VM: a real daemon with its hot tier on persistent memory, killed while it brings models there."""
 
-import json
 import os
 import random
 import signal
@@ -84,21 +83,3 @@ def new_daemon(mounted: Mounted, before: int) -> bool:
         return bool(mounted.status()["daemon"]["pid"] != before)
     except (TierfsError, OSError):
         return False
-
-
-def test_without_libpmemobj_hot_is_persistent_memory_with_its_residency_in_sqlite_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    broken = tmp_path / "lib"
-    broken.mkdir()
-    (broken / "libpmemobj.so.1").write_text("no library")
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(broken))
-    content = write_model(tmp_path / "source" / "m" / "weights.bin", 1 << 20, seed=1)
-    with Mounted(f"dir:{tmp_path / 'source'}", tmp_path, "without", hot="") as mounted:
-        mounted.ask("warm", paths=["m"], tier="hot")
-        hot = mounted.status()["tiers"]["hot"]
-        print(json.dumps(hot))
-        assert (hot["kind"], hot["medium"], hot["residency"], hot["state"]) == ("dax", "pmem", "sqlite", "ok")
-        assert "install the packages libpmemobj1" in hot["residency_reason"]
-        assert (mounted.path / "m" / "weights.bin").read_bytes() == content
-        assert (mounted.hot / "residency.db").exists() and not (mounted.hot / "residency.pool").exists()

@@ -1,7 +1,10 @@
 """In the VM: libpmem and libpmemobj on real persistent memory: is_pmem, MAP_SYNC, copies, transactions, a tier."""
 
+import json
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -11,6 +14,7 @@ import pytest
 from tests.local_tiers import Content, run, running
 from tests.pmem_pools import killed_at_a_random_point
 from tests.vm.guest import PMEM
+from tests.vm.qemu import ROOT
 from tierfs.blocks.spans import Span
 from tierfs.tiers.local import DirectoryTier
 from tierfs.tiers.pmem.memory import MappedFile, maps_sync
@@ -107,6 +111,40 @@ def test_what_a_tier_reads_from_is_mapped_synchronously_and_nowhere_in_memory() 
             assert fields["Rss"] == ["0", "kB"], fields
 
     run(test, seconds=120)
+
+
+_WITHOUT_LIBRARY = """
+import json, sys
+from dataclasses import asdict
+from pathlib import Path
+from tests.local_tiers import Content, run, running
+from tierfs.tiers.local import DirectoryTier
+
+async def main():
+    content = Content(1, 3 * 65536)
+    for start in range(2):
+        tier = DirectoryTier("hot", [Path(sys.argv[1])], block_bytes=65536, capacity_bytes=1 << 20, mapped=True)
+        async with running(tier):
+            assert start or await content.fill(tier) == 3
+            assert await content.hits(tier) == 3
+            told = asdict(tier.statistics())
+    print(json.dumps(told))
+
+run(main, seconds=100)
+"""
+
+
+def test_without_libpmemobj_hot_is_persistent_memory_with_its_residency_in_sqlite_and_says_so(tmp_path: Path) -> None:
+    (tmp_path / "libpmemobj.so.1").write_text("no library")
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_LIBRARY, str(PMEM / "without")], capture_output=True, text=True, cwd=ROOT,
+        env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)  # what `tierfs status --json` shows of the tier
+    assert (told["kind"], told["medium"], told["residency"], told["state"]) == ("dax", "pmem", "sqlite", "ok")
+    assert "install the packages libpmemobj1" in told["residency_reason"]
+    assert (PMEM / "without" / "residency.db").exists() and not (PMEM / "without" / "residency.pool").exists()
 
 
 def fields_of_map(folder: Path) -> dict[str, list[str]]:

@@ -13,7 +13,7 @@ from tests.vm.guest import NVME, PMEM
 
 pytestmark = pytest.mark.vm
 
-KILLS = int(os.environ.get("TIERFS_VM_KILLS", "2"))
+KILLS = int(os.environ.get("TIERFS_VM_KILLS", "1"))
 DIRECTORIES_BYTES = 300 * 4096  # those of a tier, which stay
 
 
