@@ -56,7 +56,7 @@ class DirectoryTier:
     ``mapped``: read through mappings (tmpfs, DAX); on a tmpfs nothing is persisted. ``clock`` gives seconds for heat;
     it must go on across restarts. ``probe_s``: how often a device is looked at; doubled while it stays out of service.
     ``residency``: see persistence.py.
-    ``starts_without``: run although no directory can be used; each is tried again, and misses come from below meanwhile.
+    ``starts_without``: run although no directory can be used. Each is tried again; misses come from below meanwhile.
     """
 
     def __init__(
