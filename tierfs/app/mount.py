@@ -273,7 +273,9 @@ class _Mount:
                 )
             tree = await trio.to_thread.run_sync(Tree, publication.catalog, inodes)
             gc.freeze()  # the tree is large, lives on, and has no cycles: collections need not walk it
-            tiers = make_tiers(config, block_bytes)
+            # A disk that cannot be used is a mistake to tell whoever mounts; but readers of a mount that is there need
+            # bytes, from wherever, more than that disk.
+            tiers = make_tiers(config, block_bytes, starts_without=self._taking_over)
             if self._channel is not None:
                 check_largest_read(block_bytes, memory_limit_bytes=config.memory.limit)
                 for tier in tiers:
@@ -629,8 +631,8 @@ def make_source(config: MountConfig) -> Source:
     )
 
 
-def make_tiers(config: MountConfig, block_bytes: int) -> list[DirectoryTier]:
-    """Hot, then warm, as far as they are configured."""
+def make_tiers(config: MountConfig, block_bytes: int, *, starts_without: bool) -> list[DirectoryTier]:
+    """Hot, then warm, as far as they are configured. ``starts_without``: see DirectoryTier."""
     tiers: list[DirectoryTier] = []
     # Blocks that wait to be written hold buffers of the pool; a quarter of it is the most they may take.
     queue_limit = config.memory.limit // 4
@@ -643,6 +645,7 @@ def make_tiers(config: MountConfig, block_bytes: int) -> list[DirectoryTier]:
                 capacity_bytes=config.hot.capacity,
                 write_queue_bytes=queue_limit,
                 mapped=True,
+                starts_without=starts_without,
             )
         )
     if config.warm:
@@ -656,6 +659,7 @@ def make_tiers(config: MountConfig, block_bytes: int) -> list[DirectoryTier]:
                 low_watermark=config.warm.low_watermark,
                 write_queue_bytes=min(config.warm.write_queue, queue_limit),
                 mapped=False,
+                starts_without=starts_without,
             )
         )
     return tiers

@@ -59,6 +59,7 @@ class DirectoryTier:
     ``mapped``: read through mappings (tmpfs, DAX); on a tmpfs nothing is persisted. ``clock`` gives seconds for heat;
     it must go on across restarts. ``probe_s``: how often a device is looked at; doubled while it stays out of service.
     ``residency``: see persistence.py.
+    ``starts_without``: run although no directory can be used. Each is tried again; misses come from below meanwhile.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class DirectoryTier:
         probe_s: float = 2.0,
         open_objects: int = _OPEN_OBJECTS,
         residency: Wanted = "asked",
+        starts_without: bool = False,
     ) -> None:
         assert paths
         self.name = name
@@ -93,6 +95,7 @@ class DirectoryTier:
             )
             for path in paths
         ]  # fmt: skip
+        self._starts_without = starts_without
         self._index = Index()
         self._space = Space()
         self._placement = Placement()
@@ -159,7 +162,7 @@ class DirectoryTier:
 
     async def run(self, *, task_status: "trio.TaskStatus[None]" = trio.TASK_STATUS_IGNORED) -> None:
         """See LocalTier.run. Raises TierFailed when a directory belongs to another process or a newer version, or when
-        none of the directories can be used; a single one that fails is left out and tried again."""
+        none of the directories can be used (unless ``starts_without``); one that fails is left out and tried again."""
         try:
             await self._open()
             async with trio.open_nursery() as nursery:
@@ -517,7 +520,7 @@ class DirectoryTier:
         for device, error in failures.items():
             device.state, device.reason = "lost", describe(error)
             _log.error("tier_device_cannot_be_opened path=%s reason=%r", device.root, device.reason)
-        if len(failures) == len(self._devices):
+        if len(failures) == len(self._devices) and not self._starts_without:
             device, error = next(iter(failures.items()))
             name = self._statistics.name
             raise TierFailed(f"{name} tier cannot use {device.root}: {describe(error)}") from error
