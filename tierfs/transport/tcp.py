@@ -49,6 +49,14 @@ class TcpConnection:
         """Whether a thread uses the descriptor now."""
         return self._in_thread
 
+    @property
+    def local_host(self) -> str:
+        """The address on this side, which the route to the peer starts from; empty once it is lost."""
+        try:
+            return str(self._socket.getsockname()[0])
+        except OSError:
+            return ""
+
     def close(self) -> None:
         """Close at once; a task that waits on the connection gets SourceUnavailable. May be called again."""
         if not self._closed:
