@@ -172,6 +172,11 @@ class Guest:
         """QEMU's."""
         return self._process.pid
 
+    @property
+    def alive(self) -> bool:
+        """Whether QEMU still runs."""
+        return self._process.poll() is None
+
     def __enter__(self) -> "Guest":
         return self
 
