@@ -52,6 +52,7 @@ class RdmaService:
         self._make_verbs = verbs
         self._verbs: Verbs | None = None
         self._devices: dict[str, OpenDevice] = {}
+        self._failed: list[OpenDevice] = []
         self._memory_bytes = memory_bytes
         self._logged = ""
         self.lent_bytes = 0  # registered now
@@ -125,15 +126,17 @@ class RdmaService:
         device = self._devices.pop(name, None)
         if device is not None:
             log.warning("rdma_device_failed device=%s", name)
+            self._failed.append(device)  # sessions still have parts of it
 
     def close(self) -> None:
         """Close the devices, after every session."""
-        for name, device in self._devices.items():
+        for device in (*self._devices.values(), *self._failed):
             try:
                 device.close()
             except OSError as error:
-                log.warning("rdma_close_failed device=%s error=%s", name, error)
+                log.warning("rdma_close_failed error=%s", error)
         self._devices.clear()
+        self._failed.clear()
 
 
 def check_length(length_bytes: int, buffer_bytes: int) -> None:

@@ -130,8 +130,8 @@ class RemoteSource:
                 if self._rdma is not None:
                     await around.start(self._rdma.run)
                 async with trio.open_nursery() as nursery:  # ends first: the paths of its links are on those devices
-                    for _ in range(self._connections):
-                        nursery.start_soon(self._keep_connected)
+                    for number in range(self._connections):
+                        nursery.start_soon(self._keep_connected, number)
                     nursery.start_soon(self._follow)
         finally:
             self._set_state("closed", "")
@@ -249,7 +249,7 @@ class RemoteSource:
             f"{self._statistics.url} is {self._statistics.state}: {self._statistics.reason or 'no connection yet'}"
         )
 
-    async def _keep_connected(self) -> None:
+    async def _keep_connected(self, number: int) -> None:
         backoff_s = _BACKOFF_FIRST_S
         while True:
             connected_s = None
@@ -263,6 +263,7 @@ class RemoteSource:
                     connect_timeout_s=self._connect_timeout_s,
                     request_timeout_s=self._request_timeout_s,
                     features=() if self._rdma is None else (m.RDMA_FEATURE,),
+                    turn=0 if self._rdma is None else number,  # several addresses are several RDMA ports
                 )
             except TierfsError as error:
                 failure = error

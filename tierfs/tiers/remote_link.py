@@ -263,13 +263,14 @@ async def open_link(
     connect_timeout_s: float,
     request_timeout_s: float,
     features: tuple[str, ...] = (),
+    turn: int = 0,
 ) -> Link:
-    """Connect and shake hands. Raises SourceUnavailable, AuthenticationFailed, NotFound, ProtocolError, SourceRefused.
+    """Connect (``turn``: see tcp.connect) and shake hands. Raises SourceUnavailable, AuthenticationFailed, NotFound, ProtocolError, SourceRefused.
 
     Cancellation leaves no connection.
     """
     with trio.move_on_after(connect_timeout_s):
-        connection = await tcp.connect(address, timeout_s=connect_timeout_s, tls=tls)
+        connection = await tcp.connect(address, timeout_s=connect_timeout_s, tls=tls, turn=turn)
         try:
             handshake = ClientHandshake(export=export, token=token, nonce=nonce, software="tierfs", features=features)
             answer: m.Message = handshake.hello()

@@ -253,9 +253,15 @@ class TcpConnection:
 
 
 async def connect(
-    address: Address, *, timeout_s: float, tls: ssl.SSLContext | None = None, server_name: str | None = None
+    address: Address,
+    *,
+    timeout_s: float,
+    tls: ssl.SSLContext | None = None,
+    server_name: str | None = None,
+    turn: int = 0,
 ) -> TcpConnection:
-    """Connect to the first address of the host that answers. Raises SourceUnavailable or, for a certificate that is
+    """Connect to the first address of the host that answers, beginning with number ``turn`` (modulo their number) of
+    those of the first one's family. Raises SourceUnavailable or, for a certificate that is
     not trusted, AuthenticationFailed. Cancellation leaves no socket."""
     failure: Exception | None = None
     with trio.move_on_after(timeout_s) as scope:
@@ -263,6 +269,9 @@ async def connect(
             found = await trio.socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
         except OSError as error:
             raise SourceUnavailable(f"{address}: the name cannot be resolved: {error}") from error
+        alike = [one for one in found if one[0] == found[0][0]]
+        turn %= len(alike)
+        found = alike[turn:] + alike[:turn] + [one for one in found if one not in alike]
         for index, (family, kind, protocol, _, where) in enumerate(found):
             share_s = (scope.deadline - trio.current_time()) / (len(found) - index)
             try:

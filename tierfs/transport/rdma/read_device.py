@@ -39,6 +39,7 @@ class ReadDevice:
         self._queues: dict[int, ReadQueue] = {}  # by the numbers of their READs under way, and those just ended
         self._open: set[ReadQueue] = set()
         self._transfers = 0
+        self._closed = False
         self._domain = device.domain()
         try:
             self._completions = device.completions(min(_COMPLETIONS, device.limits.completions))
@@ -67,6 +68,8 @@ class ReadDevice:
                 while self._completions.take_event():
                     pass
                 self._completions.arm()  # then look once more: what came before arming makes no event
+        except trio.ClosedResourceError:
+            pass  # closed by somebody who saw it fail first
         except OSError as error:
             self.fail(f"{self.name} failed: {error}")
 
@@ -135,9 +138,13 @@ class ReadDevice:
             queue.close(reason)
 
     def close(self) -> None:
-        """Queues, memory, domain, completions, device, in that order. Nothing is left, whatever fails."""
+        """Queues, memory, completions, domain, device, in that order. Nothing is left, whatever fails."""
+        if self._closed:
+            return
+        self._closed = True
         for queue in list(self._open):
             queue.close("closed")
+        trio.lowlevel.notify_closing(self._completions.fd)
         parts = (*reversed(self._regions), self._completions, self._domain, self.device)
         self._regions = []
         for part in parts:
