@@ -265,9 +265,10 @@ async def open_link(
     features: tuple[str, ...] = (),
     turn: int = 0,
 ) -> Link:
-    """Connect (``turn``: see tcp.connect) and shake hands. Raises SourceUnavailable, AuthenticationFailed, NotFound, ProtocolError, SourceRefused.
+    """Connect (``turn``: see tcp.connect) and shake hands.
 
-    Cancellation leaves no connection.
+    Raises SourceUnavailable, AuthenticationFailed, NotFound, ProtocolError, SourceRefused. Cancellation leaves no
+    connection.
     """
     with trio.move_on_after(connect_timeout_s):
         connection = await tcp.connect(address, timeout_s=connect_timeout_s, tls=tls, turn=turn)

@@ -269,9 +269,10 @@ async def connect(
             found = await trio.socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
         except OSError as error:
             raise SourceUnavailable(f"{address}: the name cannot be resolved: {error}") from error
-        alike = [one for one in found if one[0] == found[0][0]]
-        turn %= len(alike)
-        found = alike[turn:] + alike[:turn] + [one for one in found if one not in alike]
+        if turn:
+            alike = [one for one in found if one[0] == found[0][0]]
+            first = turn % len(alike)
+            found = alike[first:] + alike[:first] + [one for one in found if one not in alike]
         for index, (family, kind, protocol, _, where) in enumerate(found):
             share_s = (scope.deadline - trio.current_time()) / (len(found) - index)
             try:
