@@ -4,8 +4,8 @@
     guest 1: python -m tests.vm.two_guests load FILE...          one after the other; /share/report.json at the end
 
 The loading guest says by files in its share how far it is: ``mounted``, then ``FILE.begun`` after its first blocks.
-From then on it reads slowly, so that it is still loading when the other one is killed. It is the one that listens on the
-wire, as QEMU's listening end takes a new guest on the other end.
+From then on it reads slowly, so that it is still loading when the other one is killed. It is the one that listens on
+the wire, as QEMU's listening end takes a new guest on the other end.
 """
 
 import json
