@@ -45,7 +45,7 @@ _Number24 = Annotated[int, Meta(ge=0, lt=1 << 24)]
 _Lid = Annotated[int, Meta(ge=0, lt=1 << 16)]
 _Mtu = Annotated[int, Meta(ge=256, le=4096)]
 _Reads = Annotated[int, Meta(ge=1, le=255)]
-_Word64 = Annotated[int, Meta(ge=0, lt=1 << 63)]
+_Word64 = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 _Features = Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=64)]
 
 
