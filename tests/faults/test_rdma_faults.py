@@ -6,15 +6,16 @@ from pathlib import Path
 import pytest
 import trio
 
-from tests.integration.rdma_serving import BLOCK_BYTES, rdma_pair
-from tests.integration.serving import eventually, pattern, run, running, serving
+from tests.integration.rdma_serving import BLOCK_BYTES, Memory, rdma_pair
+from tests.integration.serving import eventually, file_of, pattern, run, running, serving
 from tierfs.blocks.errors import SourceUnavailable
-from tierfs.blocks.ids import digest_block
+from tierfs.blocks.ids import VersionId, digest_block
 from tierfs.blocks.spans import Span
 from tierfs.server.rdma import RdmaService
 from tierfs.testing.verbs import GENERAL, NO_ANSWER, REFUSED, Fabric, roce_port
 from tierfs.tiers.remote import RemoteSource
 from tierfs.tiers.remote_rdma import RdmaReader
+from tierfs.wire import messages as m
 
 DATA = pattern(12 * BLOCK_BYTES + 77)
 
@@ -166,8 +167,6 @@ def test_a_lease_that_is_over_is_reused_and_the_digest_tells(exported: Path, mon
                 await trio.sleep(1.1)
                 link = pair.source._links[0]  # a client that asks for more than its credits
                 version, _ = await pair.file(b"file")
-                from tierfs.wire import messages as m
-
                 for block in (5, 6):
                     await link.request(m.LeaseBlock(version, block, 0, BLOCK_BYTES, BLOCK_BYTES), m.Type.LEASED)
                 pair.fabric.hold = False
@@ -181,20 +180,16 @@ def test_nothing_leaks_over_a_thousand_reconnects(exported: Path) -> None:
     async def main() -> None:
         fabric = Fabric()
         service = RdmaService(fabric.machine, memory_bytes=64 << 20)
-        from tests.integration.rdma_serving import Memory
-
         memory = Memory()
         async with serving(exported, rdma=service) as served:
             reader = RdmaReader(fabric.machine, source="test", timeout_s=5)
             async with running(RemoteSource(served.url(), connections=1, rdma=reader)) as source:
                 publication = await source.publication()
                 await source.use_memory(memory.whole, block_bytes=BLOCK_BYTES, key="memory.limit")
-                version = next(entry.version for entry in publication.catalog.entries if entry.version)
+                version = file_of(publication, b"file")[0]
                 await eventually(lambda: bool(reader.ports))
                 steady = Counter(fabric.open)
                 link = source._links[0]
-                from tierfs.blocks.ids import VersionId
-
                 for number in range(1000):
                     async with reader._connected(link) as path:
                         block = number % 12
@@ -208,29 +203,27 @@ def test_nothing_leaks_over_a_thousand_reconnects(exported: Path) -> None:
                             assert buffer == DATA[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
                 await eventually(lambda: fabric.open["queue_pair"] <= steady["queue_pair"])
                 assert service.lent_bytes <= 64 << 20
-                assert await source.read_into(VersionId(version), Span(0, 0, BLOCK_BYTES), memory.slot(0))
+                assert await source.read_into(version, Span(0, 0, BLOCK_BYTES), memory.slot(0))
         assert fabric.open == Counter(), fabric.open
         assert (service.lent_bytes, fabric.pinned_bytes) == (0, 0)
 
     run(main)
 
 
-def _lease(version: bytes, block: int) -> "object":
-    from tierfs.wire import messages as m
-
+def _lease(version: VersionId, block: int) -> m.LeaseBlock:
     return m.LeaseBlock(version, block, 0, BLOCK_BYTES, BLOCK_BYTES)
 
 
 def test_rdma_alone_refuses_with_what_is_missing(exported: Path) -> None:
     async def main() -> None:
-        fabric = Fabric(removed={"fake0"})
-        with pytest.raises(SourceUnavailable, match="no RDMA device"):
-            async with rdma_pair(exported, fabric=fabric, rdma_only=True):
-                pass
+        async with rdma_pair(exported, fabric=Fabric(removed={"fake0"}), rdma_only=True, offered=False) as pair:
+            with pytest.raises(SourceUnavailable, match="no RDMA device here.*rdma link add"):
+                await pair.source.use_memory(pair.memory.whole, block_bytes=BLOCK_BYTES, key="memory.limit")
+        async with rdma_pair(exported, server_bytes=BLOCK_BYTES, rdma_only=True, offered=False) as pair:
+            with pytest.raises(SourceUnavailable, match=r"server\.rdma_memory"):
+                await pair.source.use_memory(pair.memory.whole, block_bytes=BLOCK_BYTES, key="memory.limit")
 
-    with pytest.raises(BaseExceptionGroup) as caught:
-        run(main)
-    del caught
+    run(main)
 
 
 def test_rdma_alone_never_goes_over_tcp(exported: Path) -> None:
@@ -252,8 +245,6 @@ def test_rdma_alone_never_goes_over_tcp(exported: Path) -> None:
 def test_a_server_that_knows_no_rdma_is_served_from_over_tcp(exported: Path) -> None:
     async def main() -> None:
         fabric = Fabric()
-        from tests.integration.rdma_serving import Memory
-
         memory = Memory()
         async with serving(exported) as served:
             reader = RdmaReader(fabric.machine, source="test", timeout_s=5)
@@ -261,9 +252,9 @@ def test_a_server_that_knows_no_rdma_is_served_from_over_tcp(exported: Path) -> 
                 publication = await source.publication()
                 await source.use_memory(memory.whole, block_bytes=BLOCK_BYTES, key="memory.limit")
                 await eventually(lambda: "server offers no RDMA" in source.statistics().transport_reason)
-                version = next(entry.version for entry in publication.catalog.entries if entry.version)
+                version = file_of(publication, b"file")[0]
                 buffer = memory.slot(0)
-                await source.read_into(version, Span(0, 0, BLOCK_BYTES), buffer)  # type: ignore[arg-type]
+                await source.read_into(version, Span(0, 0, BLOCK_BYTES), buffer)
                 assert buffer == DATA[:BLOCK_BYTES]
                 assert source.statistics().transport == "tcp"
         assert fabric.open == Counter()

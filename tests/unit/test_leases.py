@@ -72,6 +72,27 @@ def test_a_buffer_whose_lease_is_over_is_taken_back_only_when_it_is_needed() -> 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
+def test_nobody_waits_for_buffers_that_are_gone() -> None:
+    async def main() -> None:
+        leases = Leases(buffers(1), lease_s=60)
+        buffer = await leases.take(timeout_s=1)
+
+        async def wait() -> None:
+            with pytest.raises(SourceUnavailable, match="gone"):
+                await leases.take(timeout_s=60)
+
+        with trio.fail_after(5):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(wait)
+                await trio.testing.wait_all_tasks_blocked()
+                leases.close()
+        leases.put(buffer)
+        with pytest.raises(SourceUnavailable):
+            await leases.take(timeout_s=1)
+
+    trio.run(main)
+
+
 def test_a_waiter_that_is_cancelled_leaves_the_buffer_to_the_next() -> None:
     async def main() -> None:
         leases = Leases(buffers(1), lease_s=60)

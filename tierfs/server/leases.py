@@ -21,6 +21,7 @@ class Leases:
         self._lease_s = lease_s
         self._lent: dict[int, tuple[StagingBuffer, float]] = {}  # by lease, oldest first, with its end
         self._freed = trio.lowlevel.ParkingLot()
+        self._closed = False
         self.expired = 0
 
     @property
@@ -32,6 +33,8 @@ class Leases:
         """A buffer to fill; ``grant`` or ``put`` it. Raises SourceUnavailable. Cancellation leaves nothing."""
         with trio.move_on_after(timeout_s):
             while (buffer := self._take_nowait()) is None:
+                if self._closed:
+                    raise SourceUnavailable("the queue pair of these buffers is gone")
                 with trio.move_on_at(self._next_end_s()):
                     await self._freed.park()
             return buffer
@@ -49,8 +52,17 @@ class Leases:
 
     def put(self, buffer: StagingBuffer) -> None:
         """A buffer that nobody reads."""
+        if self._closed:
+            return
         self._free.append(buffer)
         self._freed.unpark()
+
+    def close(self) -> None:
+        """The buffers are gone, and nobody shall wait for one."""
+        self._closed = True
+        self._free.clear()
+        self._lent.clear()
+        self._freed.unpark_all()
 
     def _take_nowait(self) -> StagingBuffer | None:
         if not self._free and self._lent:

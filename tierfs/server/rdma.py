@@ -41,6 +41,7 @@ class Lending:
         if self._queue is not None:
             self._queue.close()
             self._queue = None
+            self.leases.close()
             self._close()
 
 

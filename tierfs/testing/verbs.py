@@ -16,6 +16,7 @@ from tierfs.transport.rdma.verbs import (
     FLUSHED,
     SUCCESS,
     Completion,
+    Completions,
     DeviceLimits,
     Gid,
     Port,
@@ -205,7 +206,8 @@ class FakeDomain(_Counted):
             raise OSError(errno.ENOMEM, "Cannot allocate memory")
         return FakeRegion(self, address, length_bytes, remote_read)
 
-    def queue_pair(self, completions: "FakeCompletions", *, requests: int) -> "FakeQueuePair":
+    def queue_pair(self, completions: Completions, *, requests: int) -> "FakeQueuePair":
+        assert isinstance(completions, FakeCompletions), "one of the same device"
         self.device.check()
         return FakeQueuePair(self, completions, requests)
 

@@ -66,6 +66,8 @@ class RdmaPath:
         self.waiting += 1
         try:
             async with self._credits:
+                if self.queue.failure is not None:  # while we waited
+                    raise SourceUnavailable(f"RDMA: {self.queue.failure}")
                 self._send_returned()  # before the request, which may need one of them
                 reply = await self._link.request(request, m.Type.LEASED, timeout_s=self._timeout_s)
                 leased = reply.message

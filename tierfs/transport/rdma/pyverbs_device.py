@@ -13,7 +13,7 @@ from typing import Any
 
 from tierfs.transport.rdma import devices
 from tierfs.transport.rdma.loading import load_pyverbs
-from tierfs.transport.rdma.verbs import Completion, DeviceLimits, Port, PortState, Route, Timing
+from tierfs.transport.rdma.verbs import Completion, Completions, DeviceLimits, Port, PortState, Route, Timing
 
 _EVENTS = "anon_inode:[infinibandevent]"
 _MTU_BYTES = {1: 256, 2: 512, 3: 1024, 4: 2048, 5: 4096}
@@ -94,8 +94,9 @@ class PyDomain:
         """See ``verbs.Domain``."""
         return PyRegion(self._domain, address, length_bytes, _REMOTE_READ if remote_read else _LOCAL_WRITE)
 
-    def queue_pair(self, completions: "PyCompletions", *, requests: int) -> "PyQueuePair":
+    def queue_pair(self, completions: Completions, *, requests: int) -> "PyQueuePair":
         """See ``verbs.Domain``."""
+        assert isinstance(completions, PyCompletions), "one of the same device"
         return PyQueuePair(self._domain, completions, requests)
 
     def close(self) -> None:

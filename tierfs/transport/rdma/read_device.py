@@ -13,7 +13,7 @@ import trio
 from tierfs.blocks.errors import SourceUnavailable
 from tierfs.transport.rdma.memlock import address_of, register
 from tierfs.transport.rdma.read_queue import PART_BYTES, ReadQueue
-from tierfs.transport.rdma.verbs import OpenDevice, QueuePair, Region
+from tierfs.transport.rdma.verbs import Completions, Domain, OpenDevice, QueuePair, Region
 
 log = logging.getLogger(__name__)
 
@@ -145,7 +145,8 @@ class ReadDevice:
         for queue in list(self._open):
             queue.close("closed")
         trio.lowlevel.notify_closing(self._completions.fd)
-        parts = (*reversed(self._regions), self._completions, self._domain, self.device)
+        parts: list[Region | Completions | Domain | OpenDevice] = [*reversed(self._regions)]
+        parts += [self._completions, self._domain, self.device]
         self._regions = []
         for part in parts:
             try:
