@@ -197,10 +197,10 @@ class OpenDevice(Protocol):
 
 
 class Verbs(Protocol):
-    """What a machine has. Raises SourceUnavailable, with what to install, where it has nothing of the kind."""
+    """What a machine has."""
 
     def ports(self) -> list[Port]:
         """Every port of every device."""
 
     def open(self, device: str) -> OpenDevice:
-        """Use a device. Raises OSError."""
+        """Use a device. Raises OSError, or SourceUnavailable with what to install."""
