@@ -28,6 +28,12 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
+def listens(port: int) -> bool:
+    """Whether somebody listens there. Trying it would take the place of the other guest."""
+    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    return any(line.split()[1].endswith(f":{port:04X}") and line.split()[3] == "0A" for line in lines)
+
+
 def wait_for(guest: Guest, condition: Callable[[], bool], what: str) -> None:
     deadline_s = time.monotonic() + LIMIT_S
     while not condition():
@@ -51,6 +57,7 @@ def test_a_server_that_is_killed_in_mid_load_costs_time_or_an_error_at_the_deadl
     environment = prepare(loading)
     prepare(serving)
     with loading.boot([PYTHON, "-m", "tests.vm.two_guests", "load", *FILES], environment=environment) as loader:
+        wait_for(loader, lambda: listens(port), "it listens on the wire")
         with serving.boot([PYTHON, "-m", "tests.vm.two_guests", "serve"], environment=environment):
             wait_for(loader, (share / "first.begun").exists, "the first load has begun")
         # Killed; and back after a while, as another boot of the same machine.

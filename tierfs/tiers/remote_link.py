@@ -77,6 +77,11 @@ class Link:
         return self._connection.local_host
 
     @property
+    def peer_host(self) -> str:
+        """The address of the server that answered."""
+        return self._connection.peer_host
+
+    @property
     def max_requests(self) -> int:
         """How many block and catalog requests the server takes at once on this connection."""
         return self._welcome.max_requests

@@ -27,6 +27,10 @@ from tierfs.wire import messages as m
 log = logging.getLogger(__name__)
 
 _BLOCKS_MOST = 8  # at once through one queue pair; the server may allow fewer
+# Between the same two addresses: one more than it takes to be fast, for when one fails. More compete with each other in
+# the device, and each pins buffers on the server.
+_PATHS_MOST = 2
+_READS_MOST = 4  # under way on one queue pair; of 1 MiB each they fill any link, and a slow device answers all in time
 _RETURN_AT_ONCE = 4  # leases; fewer wait for the next request, or a moment
 _RETURN_S = 0.01
 _BACKOFF_FIRST_S = 0.2
@@ -124,6 +128,8 @@ class RdmaReader:
         self._devices: dict[str, ReadDevice] = {}
         self._nursery: trio.Nursery | None = None
         self._paths: list[RdmaPath] = []
+        self._between: list[tuple[str, str]] = []  # the two addresses of each path, made or being made
+        self._path_lost = trio.Event()
         self.reason = _NOT_YET
         self.failures = 0
         self.blocks = 0
@@ -176,7 +182,11 @@ class RdmaReader:
         """Have a path on this link as long as it lives. Cancel when the link is lost."""
         await self._offered.wait()
         backoff_s = _BACKOFF_FIRST_S
+        between = (link.local_host, link.peer_host)
         while True:
+            while self._between.count(between) >= _PATHS_MOST:
+                await self._path_lost.wait()
+            self._between.append(between)
             try:
                 async with self._connected(link) as path:
                     backoff_s = _BACKOFF_FIRST_S
@@ -184,6 +194,10 @@ class RdmaReader:
                     failure = path.queue.failure or "closed"
             except TierfsError as error:
                 failure = str(error)
+            finally:
+                self._between.remove(between)
+                self._path_lost.set()
+                self._path_lost = trio.Event()
             if not self._paths:
                 self._set_reason(failure)
             self._tried.set()
@@ -234,7 +248,7 @@ class RdmaReader:
                 gid=gid.raw,
                 lid=state.lid,
                 mtu_bytes=state.mtu_bytes,
-                reads=device.device.limits.reads_out,
+                reads=min(device.device.limits.reads_out, _READS_MOST),
             )
             reply = await link.request(hello, m.Type.RDMA_CONNECTED)
             connected = reply.message
@@ -243,7 +257,7 @@ class RdmaReader:
                 _route(port, gid, connected, state.mtu_bytes),
                 first_packet=connected.first_packet,
                 own_first_packet=own_first_packet,
-                reads=min(connected.reads, device.device.limits.reads_out),
+                reads=min(connected.reads, hello.reads),
             )
         except BaseException:
             queue.close()

@@ -57,6 +57,14 @@ class TcpConnection:
         except OSError:
             return ""
 
+    @property
+    def peer_host(self) -> str:
+        """The peer's address; empty once the connection is lost."""
+        try:
+            return str(self._socket.getpeername()[0])
+        except OSError:
+            return ""
+
     def close(self) -> None:
         """Close at once; a task that waits on the connection gets SourceUnavailable. May be called again."""
         if not self._closed:
