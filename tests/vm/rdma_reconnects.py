@@ -102,6 +102,29 @@ def reconnect(times: int) -> int:
     return trio.run(main)
 
 
+def time_to_notice(timeout_s: float) -> float:
+    """Seconds until a READ from a queue pair that is destroyed fails."""
+
+    async def main() -> float:
+        ends = Ends()
+        async with trio.open_nursery() as nursery:
+            try:
+                await ends.reading.start()
+                nursery.start_soon(ends.reading.run)
+                queue, lent = ends.connect(timeout_s)
+                await read(ends, queue, lent)
+                lent.close()
+                begun_s = trio.current_time()
+                await _fails(read(ends, queue, lent))
+                seconds = trio.current_time() - begun_s
+                nursery.cancel_scope.cancel()
+            finally:
+                ends.close()
+        return seconds
+
+    return trio.run(main)
+
+
 async def _fails(reading: Awaitable[None]) -> None:
     try:
         await reading

@@ -111,6 +111,15 @@ def test_a_server_that_is_killed_and_comes_back_costs_its_readers_only_time(tmp_
         assert got == content
 
 
+@pytest.mark.parametrize("timeout_s", [1.0, 4.0, 20.0])
+def test_a_peer_that_is_gone_is_noticed_before_the_deadline(timeout_s: float) -> None:
+    from tests.vm.rdma_reconnects import time_to_notice
+
+    seconds = time_to_notice(timeout_s)
+    print(f"READs with a deadline of {timeout_s} s notice a peer that is gone after {seconds:.2f} s")
+    assert seconds < timeout_s * 0.9
+
+
 def test_reconnects_leave_nothing_behind(tmp_path: Path) -> None:
     from tests.vm.rdma_reconnects import reconnect
 

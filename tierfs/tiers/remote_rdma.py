@@ -27,8 +27,8 @@ from tierfs.wire import messages as m
 log = logging.getLogger(__name__)
 
 _BLOCKS_MOST = 8  # at once through one queue pair; the server may allow fewer
-# Between the same two addresses: one more than it takes to be fast, for when one fails. More compete with each other in
-# the device, and each pins buffers on the server.
+# Between the same two addresses: the second one is for when the first fails, or has all its credits in use. More only
+# compete with each other in the device (soft-RoCE then sends much twice), and each pins buffers on the server.
 _PATHS_MOST = 2
 _READS_MOST = 4  # under way on one queue pair; of 1 MiB each they fill any link, and a slow device answers all in time
 _RETURN_AT_ONCE = 4  # leases; fewer wait for the next request, or a moment
@@ -46,6 +46,7 @@ class RdmaPath:
         self, link: Link, device: ReadDevice, port: Port, queue: ReadQueue, connected: m.RdmaConnected, timeout_s: float
     ) -> None:
         self.port = port
+        self.between = (link.local_host, link.peer_host)
         self.queue = queue
         self.waiting = 0  # fetches that have a credit, or wait for one
         self._link = link
@@ -55,6 +56,11 @@ class RdmaPath:
         self._credits = trio.Semaphore(min(connected.buffers, _BLOCKS_MOST))
         self._returned: list[int] = []
         self._returned_some = trio.Event()
+
+    @property
+    def free(self) -> bool:
+        """Whether another block would not have to wait for a credit."""
+        return self._credits.value > 0
 
     def takes(self, buffer: memoryview) -> bool:
         """Whether the device can put bytes into this buffer, and the server has buffers as large."""
@@ -175,8 +181,11 @@ class RdmaReader:
         return list({str(path.port): path.port for path in self._paths}.values())
 
     def path(self, buffer: memoryview) -> RdmaPath | None:
-        """The least busy path that can fill this buffer."""
-        return min((path for path in self._paths if path.takes(buffer)), key=lambda path: path.waiting, default=None)
+        """The path for this buffer: of those between the same addresses the oldest one with a credit left, and of these
+        the least busy one. Without any credit, the least busy one of all."""
+        paths = [path for path in self._paths if path.takes(buffer)]
+        first = {path.between: path for path in reversed(paths) if path.free}
+        return min(first.values() or paths, key=lambda path: path.waiting, default=None)
 
     async def keep(self, link: Link) -> None:
         """Have a path on this link as long as it lives. Cancel when the link is lost."""
