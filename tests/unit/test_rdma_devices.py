@@ -91,8 +91,7 @@ def test_interfaces_are_known_by_their_addresses() -> None:
 def test_a_queue_pair_gives_up_before_its_transfer_does(timeout_s: float) -> None:
     timing = timing_for(timeout_s)
     assert longest_s(timing) <= timeout_s
-    assert timing.ack_timeout <= 15  # soft-RoCE does not complete with much more
-    assert 2 <= timing.retries <= 7
+    assert 2 <= timing.retries < 7, "7 means for ever to soft-RoCE"
 
 
 def test_more_time_is_never_less_patience() -> None:
