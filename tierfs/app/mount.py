@@ -270,7 +270,6 @@ class _Mount:
                 if tier.mapped and tier.statistics().medium == "directory":
                     log.warning("hot_tier_on_disk path=%s: neither a tmpfs nor DAX is mounted there", config.hot)
             pool = BufferPool(limit_bytes=config.memory.limit, block_bytes=block_bytes)
-            await _offer_memory(source, pool)
             cache = BlockCache(
                 source=source,
                 tiers=tiers,
@@ -283,6 +282,7 @@ class _Mount:
                 await self._channel.set_pool(pool)
                 pool.sweep = self._channel.sweep
                 self._channel.on_read_failed = cache.failed
+            await _offer_memory(source, pool)
             cache.learn(publication.contents)
             await outer.start(_running, cache)
             prefetcher = Prefetcher(cache, bytes_per_s=config.readahead.rate_max)

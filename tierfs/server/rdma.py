@@ -9,6 +9,8 @@ import logging
 import secrets
 from collections.abc import Callable
 
+import trio
+
 from tierfs.blocks.errors import SourceRefused, SourceUnavailable
 from tierfs.server.leases import Leases
 from tierfs.transport.rdma.devices import choose, interface_of
@@ -54,13 +56,19 @@ class RdmaService:
         self._verbs: Verbs | None = None
         self._devices: dict[str, OpenDevice] = {}
         self._failed: list[OpenDevice] = []
+        self._threads = trio.CapacityLimiter(1)
         self._memory_bytes = memory_bytes
         self._logged = ""
         self.lent_bytes = 0  # registered now
 
-    def lend(self, request: m.RdmaConnect, *, local_host: str, block_bytes: int) -> Lending:
+    async def lend(self, request: m.RdmaConnect, *, local_host: str, block_bytes: int) -> Lending:
         """Buffers for a client that connected to this address of ours. Raises SourceUnavailable with the reason."""
         try:
+            if self._verbs is None:
+                self._verbs = self._make_verbs()
+            if self._verbs.ports():
+                await trio.to_thread.run_sync(self._verbs.prepare, limiter=self._threads)
+            # No checkpoint from here on: the caller has it, or it was never made.
             lending = self._lend(request, local_host, block_bytes)
         except SourceUnavailable as error:
             if str(error) != self._logged:
@@ -71,8 +79,7 @@ class RdmaService:
         return lending
 
     def _lend(self, request: m.RdmaConnect, local_host: str, block_bytes: int) -> Lending:
-        if self._verbs is None:
-            self._verbs = self._make_verbs()
+        assert self._verbs is not None, "lend made it"
         port, gid = choose(self._verbs.ports(), local_host, interface_of=interface_of)
         buffers = min(BUFFERS_MOST, (self._memory_bytes - self.lent_bytes) // block_bytes)
         if buffers < _BUFFERS_LEAST:

@@ -218,7 +218,7 @@ class Session:
                             part = feed.catalog_part(message.digest, message.offset_bytes, message.length_bytes)
                             await self._reply(request_id, m.CatalogPart(), part, request=request)
                         case m.RdmaConnect():
-                            await self._reply(request_id, self._lend(message, feed), request=request)
+                            await self._reply(request_id, await self._lend(message, feed), request=request)
                 except Exception as error:
                     await self._report(request_id, request, error)
             if request.scope.cancelled_caught:
@@ -331,14 +331,16 @@ class Session:
 
     # over RDMA
 
-    def _lend(self, message: m.RdmaConnect, feed: ExportFeed) -> m.RdmaConnected:
+    async def _lend(self, message: m.RdmaConnect, feed: ExportFeed) -> m.RdmaConnected:
         self._stop_lending()
         if self._rdma is None:
             raise SourceUnavailable("RDMA is switched off on the server (server.rdma_memory), or it speaks TLS")
         if feed.block_bytes is None:
             raise SourceUnavailable("the export has not been scanned yet")
-        self._lending = self._rdma.lend(message, local_host=self._connection.local_host, block_bytes=feed.block_bytes)
-        return self._lending.connected
+        lending = await self._rdma.lend(message, local_host=self._connection.local_host, block_bytes=feed.block_bytes)
+        self._stop_lending()  # of another RdmaConnect meanwhile
+        self._lending = lending
+        return lending.connected
 
     def _stop_lending(self) -> None:
         if self._lending is not None:

@@ -152,12 +152,17 @@ class FakeVerbs:
 
     def __init__(self, fabric: Fabric, ports: list[Port]) -> None:
         self.fabric = fabric
+        self.prepared = False
         self._ports = ports
 
     def ports(self) -> list[Port]:
         return [port for port in self._ports if port.device not in self.fabric.removed]
 
+    def prepare(self) -> None:
+        self.prepared = True
+
     def open(self, device: str) -> "FakeDevice":
+        assert self.prepared, "open comes after prepare"
         if device not in [port.device for port in self.ports()]:
             raise OSError(errno.ENODEV, "no such device")
         return FakeDevice(self.fabric, device)

@@ -131,6 +131,7 @@ class RdmaReader:
         self._offered = trio.Event()
         self._tried = trio.Event()
         self._opening = trio.Lock()
+        self._threads = trio.CapacityLimiter(1)
         self._devices: dict[str, ReadDevice] = {}
         self._nursery: trio.Nursery | None = None
         self._paths: list[RdmaPath] = []
@@ -287,6 +288,7 @@ class RdmaReader:
                 device.close()
                 del self._devices[name]
             assert self._verbs is not None and self._memory is not None and self._nursery is not None
+            await trio.to_thread.run_sync(self._verbs.prepare, limiter=self._threads)
             try:
                 opened = self._verbs.open(name)
             except OSError as error:

@@ -34,9 +34,12 @@ class PyVerbs:
         """See ``verbs.Verbs``."""
         return devices.read_ports()
 
-    def open(self, device: str) -> "PyDevice":
+    def prepare(self) -> None:
         """See ``verbs.Verbs``."""
         load_pyverbs()
+
+    def open(self, device: str) -> "PyDevice":
+        """See ``verbs.Verbs``."""
         return PyDevice(device)
 
 

@@ -17,7 +17,7 @@ from tierfs.transport.rdma.verbs import Completions, Domain, OpenDevice, QueuePa
 
 log = logging.getLogger(__name__)
 
-REGION_BYTES = 64 << 20  # registering takes a millisecond per some MiB, and nothing else runs meanwhile
+REGION_BYTES = 16 << 20  # registering takes a millisecond per some MiB, and nothing else runs meanwhile
 _COMPLETIONS = 4096
 _POLL = 64
 

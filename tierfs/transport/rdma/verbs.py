@@ -202,5 +202,9 @@ class Verbs(Protocol):
     def ports(self) -> list[Port]:
         """Every port of every device."""
 
+    def prepare(self) -> None:
+        """Load what ``open`` needs; the one call that takes long, and may be made in a thread. Raises SourceUnavailable
+        with what to install."""
+
     def open(self, device: str) -> OpenDevice:
-        """Use a device. Raises OSError, or SourceUnavailable with what to install."""
+        """Use a device, after ``prepare``. Raises OSError."""
