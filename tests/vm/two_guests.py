@@ -18,7 +18,7 @@ from typing import Any
 
 import xxhash
 
-from tests.vm.guest import BLOCK_BYTES, SHARE, Mounted, Server, write_model, write_token
+from tests.vm.guest import BLOCK_BYTES, SHARE, Mounted, Server, eventually, write_model, write_token
 
 LOADING, SERVING = "10.78.0.1", "10.78.0.2"
 BLOCKS = 12
@@ -46,6 +46,7 @@ def load(names: list[str]) -> None:
     source = f'token_file = "{write_token(directory)}"\n[readahead]\nwindow_min = "4MiB"\nwindow_max = "8MiB"'
     report: dict[str, Any] = {}
     with Mounted(url, directory, "two", source=source, warm=None, timeout=f"{TIMEOUT_S}s") as mounted:
+        eventually(lambda: mounted.status()["source"]["device"] != "", "blocks come by RDMA")
         (SHARE / "mounted").touch()
         for name in names:
             report[name] = read(mounted, name)
