@@ -23,15 +23,17 @@ from tierfs.blocks.ids import VersionId, digest_block
 from tierfs.blocks.spans import whole_block
 from tierfs.tiers.remote import RemoteSource
 from tierfs.tiers.remote_rdma import RdmaReader
+from tierfs.transport.rdma.loading import load_pyverbs
 from tierfs.transport.rdma.pyverbs_device import PyVerbs
 
 MODEL_BYTES = 16 * BLOCK_BYTES
-ROUNDS = 3
+ROUNDS = 4
 AT_ONCE = 8
 
 
 def main() -> None:
     """Measure, in turn, so that a busy host is equally unfair to all."""
+    load_pyverbs()  # takes seconds here
     directory = Path(tempfile.mkdtemp())
     exported = directory / "exported"
     content = write_model(exported / "weights.bin", MODEL_BYTES, seed=21)
@@ -88,6 +90,8 @@ async def fetch(url: str, token: bytes, transport: str) -> dict[str, float]:
         await nursery.start(source.run)
         publication = await source.publication()
         await source.use_memory(memory, block_bytes=BLOCK_BYTES, key="memory.limit")
+        while reader is not None and not reader.ports:  # noqa: ASYNC110 - nothing to wait for but a state
+            await trio.sleep(0.05)
         entry = next(entry for entry in publication.catalog.entries if entry.version)
         blocks = iter(range(MODEL_BYTES // BLOCK_BYTES))
 
