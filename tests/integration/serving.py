@@ -16,6 +16,7 @@ from tierfs.catalog.schema import Publication
 from tierfs.server.exports import Exported, OpenBlock
 from tierfs.server.limits import ServerLimits
 from tierfs.server.listener import Server
+from tierfs.server.rdma import RdmaService
 from tierfs.tiers.directory import DirectorySource
 from tierfs.tiers.interface import Source
 from tierfs.tiers.remote import RemoteSource
@@ -105,9 +106,10 @@ async def listening(
     limits: ServerLimits | None = None,
     host: str = "127.0.0.1",
     port: int = 0,
+    rdma: RdmaService | None = None,
 ) -> AsyncIterator[tuple[Server, int]]:
     listen = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-    server = Server(exports, listen=[listen], tokens=tokens or {}, tls=tls, limits=limits)
+    server = Server(exports, listen=[listen], tokens=tokens or {}, tls=tls, limits=limits, rdma=rdma)
     async with trio.open_nursery() as nursery:
         bound = await nursery.start(server.run)
         yield server, bound[0].port
@@ -124,10 +126,13 @@ async def serving(
     host: str = "127.0.0.1",
     port: int = 0,
     digest: bool = True,
+    rdma: RdmaService | None = None,
 ) -> AsyncIterator[Served]:
     async with exporting(directory, digest=digest) as source:
         exports = {"": source}
-        async with listening(exports, tokens={"": token}, tls=tls, limits=limits, host=host, port=port) as where:
+        async with listening(
+            exports, tokens={"": token}, tls=tls, limits=limits, host=host, port=port, rdma=rdma
+        ) as where:
             yield Served(where[0], host, where[1], source)
 
 

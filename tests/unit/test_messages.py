@@ -28,6 +28,12 @@ EXAMPLES: list[m.Message] = [
     m.Pong(),
     m.Error(m.Code.STALE, "gone"),
     m.Cancel(),
+    m.RdmaConnect(17, 4711, ID, 0, 4096, 16),
+    m.RdmaConnected(18, 4712, ID, 3, 1024, 16, 8, 4 << 20, 60),
+    m.LeaseBlock(ID, 3, 0, 4096, 4096),
+    m.Leased(ID, 9, 0x7F0000001000, 0xFFFFFFFF),
+    m.ReturnLeases((9, 10)),
+    m.RdmaDisconnect(),
 ]
 
 
@@ -58,6 +64,11 @@ def test_a_message_survives_the_wire(message: m.Message) -> None:
         (m.Type.HELLO, ["e", bytes(31), "", []]),
         (m.Type.HELLO, ["e", bytes(32), "", ["f"] * 65]),
         (m.Type.PROOF, [b""]),
+        (m.Type.RDMA_CONNECT, [1 << 24, 0, ID, 0, 4096, 16]),
+        (m.Type.RDMA_CONNECT, [17, 0, ID[:15], 0, 4096, 16]),
+        (m.Type.LEASED, [ID, 9, 0, 1 << 32]),
+        (m.Type.RETURN_LEASES, [[]]),
+        (m.Type.RETURN_LEASES, [[1] * (m.RETURNED_LEASES_LIMIT + 1)]),
         (m.Type.WELCOME, [b"", ID, 0, 60, "", []]),
         (m.Type.ERROR, ["unheard-of", ""]),
         (m.Type.GET_CATALOG, [ID, 0, m.CATALOG_PART_LIMIT_BYTES + 1]),

@@ -27,6 +27,8 @@ BLOCK_BYTES = 4 << 20
 ANSWER_S = 180.0
 MOUNT_S = 200.0
 SERVER = "127.0.0.1:7411"
+RDMA_HOST = "10.77.0.1"  # of rxe0; what is sent there never leaves the guest, but goes through the device
+RXE0 = Path("/sys/class/infiniband/rxe0/ports/1/hw_counters")
 
 
 def cut_power() -> None:
@@ -44,6 +46,27 @@ def write_model(path: Path, size_bytes: int, seed: int) -> bytes:
     return content
 
 
+def write_token(directory: Path) -> Path:
+    """A file with the token that servers of these tests have."""
+    token = directory / "token"
+    token.write_text("a token of the test machine only\n")
+    return token
+
+
+def rdma_packets() -> int:
+    """How many packets rxe0 has sent and received so far."""
+    return sum(int((RXE0 / name).read_text()) for name in ("sent_pkts", "rcvd_pkts"))
+
+
+def loopback_bytes() -> int:
+    """What TCP between processes of the guest has carried so far, whatever the address."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == "lo":
+            return int(counters.split()[0])
+    raise AssertionError("there is no lo")
+
+
 def drop_caches() -> None:
     """Forget clean pages."""
     os.sync()
@@ -51,15 +74,25 @@ def drop_caches() -> None:
 
 
 class Mounted:
-    """A mount in channel mode, warm on the NVMe disk and hot on the NVDIMM; a context manager that unmounts it.
+    """A mount, warm on the NVMe disk and hot on the NVDIMM; a context manager that unmounts it.
 
-    ``hot``, ``warm`` and ``source`` are more lines of those tables; without ``hot`` there is no such tier.
+    ``hot``, ``warm`` and ``source`` are more lines of those tables; without ``hot`` (``warm`` None) there is no such
+    tier.
     ``directory`` gets the mountpoint and the configuration; ``name`` tells its tiers and its state, on the devices,
     from those of others, and finds them again after a power cut.
     """
 
     def __init__(
-        self, url: str, directory: Path, name: str, *, hot: str | None = None, warm: str = "", source: str = ""
+        self,
+        url: str,
+        directory: Path,
+        name: str,
+        *,
+        hot: str | None = None,
+        warm: str | None = "",
+        source: str = "",
+        mode: str = "channel",
+        timeout: str = "120s",
     ) -> None:
         self.path = directory / "mnt"
         self.hot = PMEM / name / "hot"
@@ -69,11 +102,10 @@ class Mounted:
         self.state = NVME / name / "state"
         self._config.write_text(
             f'state_dir = "{self.state}"\n'
-            f'[source]\nurl = "{url}"\ntimeout = "120s"\n{source}\n'
+            f'[source]\nurl = "{url}"\ntimeout = "{timeout}"\n{source}\n'
             + (f'[hot]\npath = "{self.hot}"\n{hot}\n' if hot is not None else "")
-            + f'[warm]\npath = "{self.warm}"\n{warm}\n'
-            '[memory]\nlimit = "96MiB"\n'
-            '[mount]\nmode = "channel"\n'
+            + (f'[warm]\npath = "{self.warm}"\n{warm}\n' if warm is not None else "")
+            + f'[memory]\nlimit = "96MiB"\n[mount]\nmode = "{mode}"\n'
         )
 
     def __enter__(self) -> "Mounted":
@@ -106,12 +138,23 @@ class Mounted:
 
 
 class Server:
-    """`tierfs serve` of one directory; a context manager that ends it. A mount waits by itself until it answers."""
+    """`tierfs serve` of one directory; a context manager that ends it. A mount waits by itself until it answers.
 
-    def __init__(self, exported: Path, state: Path) -> None:
-        self.url = f"tierfs://{SERVER}/"
-        command = [sys.executable, "-m", "tierfs.cli.main", "serve", str(exported), "--listen", f"tcp://{SERVER}"]
+    ``host`` is the address to serve at; one that is not this machine's own needs a token, and ``source`` has the lines
+    that a mount needs for it.
+    """
+
+    def __init__(self, exported: Path, state: Path, host: str | None = None) -> None:
+        address = SERVER if host is None else f"{host}:7411"
+        self.url = f"tierfs://{address}/"
+        self.source = ""
+        command = [sys.executable, "-m", "tierfs.cli.main", "serve", str(exported), "--listen", f"tcp://{address}"]
+        if host is not None:
+            token = write_token(state.parent)
+            self.source = f'token_file = "{token}"'
+            command += ["--token-file", str(token)]
         self._process = subprocess.Popen([*command, "--state-dir", str(state)], cwd=ROOT)
+        self.pid = self._process.pid
 
     def __enter__(self) -> "Server":
         return self

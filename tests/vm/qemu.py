@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 
 from tests.vm.kernel import Kernel, Unavailable
+from tests.vm.tsc import counter_khz
 
 ROOT = Path(__file__).parents[2]
 QEMU = "qemu-system-x86_64"
@@ -134,7 +135,10 @@ class Machine:
         line += self.wire.arguments() if self.wire else []
         line += ["-device", "isa-debug-exit,iobase=0xf4,iosize=1", "-no-reboot", "-nodefaults", "-no-user-config"]
         line += ["-display", "none", "-serial", "mon:stdio" if interactive else "stdio"]
-        line += ["-kernel", str(self.kernel.image), "-initrd", str(self.kernel.initramfs), "-append", _KERNEL_ARGUMENTS]
+        arguments = _KERNEL_ARGUMENTS
+        if self.accelerator == "tcg" and (khz := counter_khz()):
+            arguments += f" tsc_early_khz={khz}"
+        line += ["-kernel", str(self.kernel.image), "-initrd", str(self.kernel.initramfs), "-append", arguments]
         return line
 
 
@@ -171,6 +175,11 @@ class Guest:
     def pid(self) -> int:
         """QEMU's."""
         return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether QEMU still runs."""
+        return self._process.poll() is None
 
     def __enter__(self) -> "Guest":
         return self

@@ -12,7 +12,7 @@ cd "$root"
 packages=(
     qemu-system-x86 busybox-static kmod zstd dpkg util-linux gcc libc6-dev # the harness itself
     iproute2 ndctl e2fsprogs fuse3                                       # what the guest's devices need
-    rdma-core ibverbs-providers ibverbs-utils python3-pyverbs libpmem1 libpmemobj1
+    rdma-core ibverbs-providers ibverbs-utils python3-pyverbs perftest libpmem1 libpmemobj1
 )
 
 unavailable() {

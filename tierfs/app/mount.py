@@ -60,6 +60,8 @@ from tierfs.tiers.directory import DirectorySource
 from tierfs.tiers.interface import LocalTier, Source
 from tierfs.tiers.local import DirectoryTier
 from tierfs.tiers.remote import RemoteSource
+from tierfs.tiers.remote_rdma import RdmaReader
+from tierfs.transport.rdma.pyverbs_device import PyVerbs
 from tierfs.wire.channel import PARTS_MAX
 
 log = logging.getLogger(__name__)
@@ -71,6 +73,7 @@ _STOP_LIMIT_S = 8.0  # after this the watchdog ends the process; the promise is 
 _TOLD_S = 1.0  # a channel that is stopped does not answer
 _UNMOUNTED_S = 2.0  # the channel unmounts when it is told that the mount shall end
 _READ_BYTES = 256 * 4096  # the kernel's largest read: the channel asks for no more
+_RDMA_TIMEOUT_S = 10.0  # of the READs of one block, at most
 _CONTENT_BATCH_S = 1.0  # content ids arrive one by one while the server digests
 
 
@@ -300,6 +303,7 @@ class _Mount:
                 await self._channel.set_pool(pool)
                 pool.sweep = self._channel.sweep
                 self._channel.on_read_failed = cache.failed
+            await _offer_memory(source, pool)
             cache.learn(publication.contents)
             cache.is_pinned = pins.is_pinned
             await outer.start(_running, cache)
@@ -621,14 +625,37 @@ def make_source(config: MountConfig) -> Source:
             rescan_s=settings.rescan,
             digest=False,
         )
+    rdma, reason = None, ""
+    if settings.transport == "tcp":
+        reason = 'source.transport is "tcp"'
+    elif settings.tls:
+        reason = "source.tls is on, and RDMA does not encrypt"
+    else:
+        # Two tries, a lease and a READ each, and then TCP: all within the reader's deadline.
+        rdma = RdmaReader(PyVerbs, source=settings.url, timeout_s=min(_RDMA_TIMEOUT_S, settings.timeout / 8))
     return RemoteSource(
         settings.url,
+        rdma=rdma,
+        rdma_only=settings.transport == "rdma",
+        no_rdma_reason=reason,
         token=None if settings.token_file is None else load_token(settings.token_file),
         connections=settings.connections,
         tls=client_tls(enabled=settings.tls, ca_file=settings.tls_ca_file),
         # A silent server must be given up often enough for another try within the reader's deadline.
         request_timeout_s=min(15.0, settings.timeout / 2),
     )
+
+
+async def _offer_memory(source: Source, pool: BufferPool) -> None:
+    """Let RDMA begin, where the source has it. Raises MountFailed where it is wanted alone and cannot be had."""
+    if not isinstance(source, RemoteSource):
+        return
+    try:
+        await source.use_memory(pool.memory, block_bytes=pool.block_bytes, key="memory.limit")
+    except SourceUnavailable as error:
+        raise MountFailed(
+            f'source.transport is "rdma", which cannot be used: {error}; "auto" goes over TCP then'
+        ) from error
 
 
 def make_tiers(config: MountConfig, block_bytes: int, *, starts_without: bool) -> list[DirectoryTier]:

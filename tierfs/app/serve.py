@@ -17,7 +17,9 @@ from tierfs.config.relations import load_token
 from tierfs.config.schema import ServeConfig
 from tierfs.server.limits import ServerLimits
 from tierfs.server.listener import Server
+from tierfs.server.rdma import RdmaService
 from tierfs.tiers.directory import DirectorySource
+from tierfs.transport.rdma.pyverbs_device import PyVerbs
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +64,7 @@ async def _serve(config: ServeConfig, ready_file: Path | None) -> None:
             connections_per_address=max(8, config.server.max_connections // 4),
             in_flight_bytes=config.server.memory_limit,
         ),
+        rdma=RdmaService(PyVerbs, memory_bytes=config.server.rdma_memory) if config.server.rdma_memory else None,
     )
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_stop_on_signal, nursery.cancel_scope)

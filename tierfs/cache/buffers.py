@@ -106,6 +106,11 @@ class BufferPool:
         self._waiters: trio.lowlevel.ParkingLot = trio.lowlevel.ParkingLot()
 
     @property
+    def memory(self) -> memoryview:
+        """All slots, for an RDMA device to be given; the pool outlives what uses it."""
+        return self._view
+
+    @property
     def used_slots(self) -> int:
         """Slots held by somebody."""
         return self.slots - len(self._free)

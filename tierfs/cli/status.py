@@ -73,6 +73,13 @@ def _print(answer: dict[str, Any]) -> None:
         f"source  {source['url']}  {source['state']}{reason}, {format_bytes(source['fetched_bytes'])} fetched,"
         f" {source['corrupt_blocks']} corrupt, generation {answer['catalog']['generation']}"
     )
+    if source["transport"] == "rdma":
+        console.print(
+            f"        by RDMA on {source['device'] or 'no device now'}, port {source['port'] or '-'},"
+            f" {format_bytes(source['rdma_bytes'])}; {source['rdma_failures']} blocks another way"
+        )
+    if source["transport_reason"]:
+        console.print(f"        not by RDMA: {source['transport_reason']}")
     for name, tier in answer["tiers"].items():
         trouble = f"  {tier['state']}: {tier['reason']}" if tier["state"] != "ok" else ""
         console.print(

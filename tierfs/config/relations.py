@@ -71,6 +71,10 @@ def complete_mount(config: MountConfig, mistake: Mistake, room: MemoryRoom) -> M
     for name in ("token_file", "tls", "tls_ca_file"):
         if directory and getattr(source, name):
             raise mistake(f"source.{name}", "is given; expected none, for a dir: source has no server")
+    if directory and source.transport != "auto":
+        raise mistake("source.transport", "is given; expected none, for a dir: source has no server")
+    if source.transport == "rdma" and source.tls:
+        raise mistake("source.transport", 'is "rdma" beside source.tls; expected "tcp", for RDMA does not encrypt')
     if source.tls_ca_file is not None and not source.tls:
         raise mistake("source.tls_ca_file", "is given without source.tls; expected source.tls = true beside it")
     _positive(source.timeout, "source.timeout", mistake)

@@ -66,6 +66,13 @@ class SourceConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         Duration, Meta(description="how long a missing block is retried before its reader gets an I/O error")
     ] = Duration(30)
     connections: Annotated[int, Meta(ge=1, le=64, description="parallel connections to the server")] = 4
+    transport: Annotated[
+        Literal["auto", "rdma", "tcp"],
+        Meta(
+            description="how blocks come: `rdma`, `tcp`, or `auto`: RDMA while both ends have it, else TCP"
+            " (`tierfs status` says why). RDMA pins `memory.limit` (docs/RDMA.md)"
+        ),
+    ] = "auto"
     tls: Annotated[bool, Meta(description="speak TLS with the server")] = False
     tls_ca_file: Annotated[
         Path | None, Meta(description="PEM certificates to trust instead of the system's; needs `tls`")
@@ -208,6 +215,9 @@ class ServerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     )
     max_connections: Annotated[int, Meta(ge=1, le=65535, description="connections at once; more are refused")] = 1024
     memory_limit: Annotated[Size, Meta(description="most bytes of buffers; at least 16 blocks")] = Size(512 * MIB)
+    rdma_memory: Annotated[
+        Size, Meta(description="most bytes of pinned buffers, beside these, for clients with RDMA; 0 offers no RDMA")
+    ] = Size(512 * MIB)
 
 
 class ExportConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

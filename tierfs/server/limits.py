@@ -34,6 +34,8 @@ class ServerStatistics:
     sent_blocks: int = 0
     sent_bytes: int = 0
     failed_requests: int = 0
+    lent_blocks: int = 0  # to be read over RDMA
+    lent_bytes: int = 0
     padded_blocks: int = 0  # a file shrank or could not be read while it was sent
     timed_out: int = 0
     in_flight_bytes: int = 0

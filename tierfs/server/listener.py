@@ -21,10 +21,11 @@ from tierfs.server.budget import ByteBudget
 from tierfs.server.exports import Exported
 from tierfs.server.feed import ExportFeed
 from tierfs.server.limits import ServerLimits, ServerStatistics
+from tierfs.server.rdma import RdmaService
 from tierfs.server.session import Session
 from tierfs.transport import tcp
 from tierfs.wire.handshake import ServerHandshake
-from tierfs.wire.messages import NONCE_BYTES, Code, Welcome
+from tierfs.wire.messages import NONCE_BYTES, RDMA_FEATURE, Code, Welcome
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,9 @@ class Server:
         tokens: Mapping[str, bytes | None],
         tls: ssl.SSLContext | None = None,
         limits: ServerLimits | None = None,
+        rdma: RdmaService | None = None,
     ) -> None:
+        """``rdma``: what to lend over RDMA; never with TLS, for RDMA does not encrypt."""
         self._limits = limits or ServerLimits()
         self._listen = [parse_address(where) if isinstance(where, str) else where for where in listen]
         self._tokens = {name: tokens.get(name) for name in exports}
@@ -51,6 +54,7 @@ class Server:
             if token is not None and not token:
                 raise ConfigError(f"export {name!r}: its token is empty; put 32 random bytes into the token file")
         self._tls = tls
+        self._rdma = None if tls is not None else rdma
         self._boot = secrets.token_bytes(16)
         self._feeds = {name: ExportFeed(name, source, boot=self._boot) for name, source in exports.items()}
         self._budget = ByteBudget(self._limits.in_flight_bytes, patience_s=self._limits.patience_s)
@@ -87,6 +91,8 @@ class Server:
         finally:
             for listener in listeners:
                 listener.close()
+            if self._rdma is not None:
+                self._rdma.close()
 
     async def _bind(self) -> list[socket.socket]:
         open_exports = [name for name, token in self._tokens.items() if token is None]
@@ -197,6 +203,7 @@ class Server:
             memory_budget=self._memory_budget,
             send_limiter=self._send_limiter,
             statistics=self._statistics,
+            rdma=self._rdma,
         )
 
     def _handshake(self) -> ServerHandshake:
@@ -206,7 +213,7 @@ class Server:
             max_requests=self._limits.requests_per_connection,
             idle_timeout_s=max(1, int(self._limits.idle_s)),
             software=_SOFTWARE,
-            features=(),
+            features=() if self._rdma is None else (RDMA_FEATURE,),
         )
         return ServerHandshake(tokens=self._tokens, nonce=secrets.token_bytes(NONCE_BYTES), welcome=welcome)
 

@@ -8,7 +8,8 @@ check finds them).
 """
 
 import logging
-from collections.abc import AsyncIterator, Mapping
+import os
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from tierfs.server.budget import ByteBudget
 from tierfs.server.exports import OpenBlock
 from tierfs.server.feed import ExportFeed
 from tierfs.server.limits import ServerLimits, ServerStatistics
+from tierfs.server.rdma import Lending, RdmaService, check_length
 from tierfs.transport.tcp import TcpConnection
 from tierfs.wire import messages as m
 from tierfs.wire.framing import DATA_LIMIT_BYTES, Frame, FrameReader
@@ -30,6 +32,8 @@ log = logging.getLogger(__name__)
 _ZEROS = bytes(256 << 10)
 _RECEIVE_BYTES = 16 << 10
 _LOGGED_FAILURES = 8
+_BUFFER_WAIT_S = 5.0  # a client within its credits waits for none
+_Served = m.ReadBlock | m.LeaseBlock | m.GetCatalog | m.RdmaConnect
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +55,7 @@ class Session:
         memory_budget: ByteBudget,
         send_limiter: trio.CapacityLimiter,
         statistics: ServerStatistics,
+        rdma: RdmaService | None = None,
     ) -> None:
         self._connection = connection
         self._feeds = feeds
@@ -59,6 +64,8 @@ class Session:
         self._memory_budget = memory_budget
         self._send_limiter = send_limiter
         self._statistics = statistics
+        self._rdma = rdma
+        self._lending: Lending | None = None
         self._frames = FrameReader(body_limit_bytes=limits.body_limit_bytes)
         self._received = memoryview(bytearray(_RECEIVE_BYTES))
         self._send_lock = trio.Lock()
@@ -75,14 +82,17 @@ class Session:
     async def run(self, handshake: ServerHandshake) -> None:
         """Serve the peer until it leaves. The caller closes the connection, also after cancellation."""
         feed = self._feeds[await self._shake_hands(handshake)]
-        with self._scope:
-            async with trio.open_nursery() as nursery:
-                try:
-                    while (frame := await self._next_frame(self._limits.idle_s)) is not None:
-                        await self._start(frame, feed, nursery)
-                except TierfsError as error:
-                    self._fail(error)
-                nursery.cancel_scope.cancel()
+        try:
+            with self._scope:
+                async with trio.open_nursery() as nursery:
+                    try:
+                        while (frame := await self._next_frame(self._limits.idle_s)) is not None:
+                            await self._start(frame, feed, nursery)
+                    except TierfsError as error:
+                        self._fail(error)
+                    nursery.cancel_scope.cancel()
+        finally:
+            self._stop_lending()
         if self._failure is not None:
             if isinstance(self._failure, ProtocolError) and not self._in_reply:
                 await self._say_last(m.Error(m.Code.PROTOCOL, m.printable(str(self._failure))))
@@ -162,7 +172,7 @@ class Session:
         request_id = frame.header.request_id
         message = m.decode(frame.header.type, frame.body)
         match message:
-            case m.ReadBlock() | m.GetCatalog():
+            case m.ReadBlock() | m.LeaseBlock() | m.GetCatalog() | m.RdmaConnect():
                 self._check_new(request_id)
                 await self._slots.acquire()
                 request = self._requests[request_id] = _Request(trio.CancelScope())
@@ -181,6 +191,11 @@ class Session:
                 cancelled = self._requests.get(request_id)
                 if cancelled is not None and not cancelled.replying:
                     cancelled.scope.cancel()
+                self._return_leases((request_id,))
+            case m.ReturnLeases(leases=leases):
+                self._return_leases(leases)
+            case m.RdmaDisconnect():
+                self._stop_lending()
             case _:
                 raise ProtocolError(f"a {type(message).__name__} message is not a request")
 
@@ -190,17 +205,20 @@ class Session:
 
     # the requests
 
-    async def _serve(
-        self, request_id: int, request: _Request, message: m.ReadBlock | m.GetCatalog, feed: ExportFeed
-    ) -> None:
+    async def _serve(self, request_id: int, request: _Request, message: _Served, feed: ExportFeed) -> None:
         try:
             with request.scope:
                 try:
-                    if isinstance(message, m.ReadBlock):
-                        await self._read_block(request_id, request, message, feed)
-                    else:
-                        part = feed.catalog_part(message.digest, message.offset_bytes, message.length_bytes)
-                        await self._reply(request_id, m.CatalogPart(), part, request=request)
+                    match message:
+                        case m.ReadBlock():
+                            await self._read_block(request_id, request, message, feed)
+                        case m.LeaseBlock():
+                            await self._lease_block(request_id, request, message, feed)
+                        case m.GetCatalog():
+                            part = feed.catalog_part(message.digest, message.offset_bytes, message.length_bytes)
+                            await self._reply(request_id, m.CatalogPart(), part, request=request)
+                        case m.RdmaConnect():
+                            await self._reply(request_id, await self._lend(message, feed), request=request)
                 except Exception as error:
                     await self._report(request_id, request, error)
             if request.scope.cancelled_caught:
@@ -247,20 +265,13 @@ class Session:
 
     async def _read_block(self, request_id: int, request: _Request, message: m.ReadBlock, feed: ExportFeed) -> None:
         length_bytes = message.length_bytes
-        if feed.block_bytes is not None and message.block_bytes != feed.block_bytes:
-            raise StaleVersion(f"the export's blocks have {feed.block_bytes} bytes now, not {message.block_bytes}")
-        if length_bytes > min(DATA_LIMIT_BYTES, feed.block_bytes or DATA_LIMIT_BYTES):
-            raise SourceRefused(f"{length_bytes} bytes are more than a block of this export")
+        _check_size(message, feed)
         async with (
             self._open_slots,
             self._budget.hold(length_bytes, self._cut_off_slow),
             self._open(feed, VersionId(message.version), message.block) as opened,
         ):
-            if message.start_bytes + length_bytes > opened.length_bytes:
-                raise SourceRefused(
-                    f"bytes {message.start_bytes} to {message.start_bytes + length_bytes} of block {message.block}:"
-                    f" it has {opened.length_bytes}"
-                )
+            _check_span(message, opened)
             async with self._replying(request):
                 await self._send_block(request_id, opened, message)
             self._statistics.sent_blocks += 1
@@ -318,6 +329,63 @@ class Session:
             self._fail(error)
             raise
 
+    # over RDMA
+
+    async def _lend(self, message: m.RdmaConnect, feed: ExportFeed) -> m.RdmaConnected:
+        self._stop_lending()
+        if self._rdma is None:
+            raise SourceUnavailable("RDMA is switched off on the server (server.rdma_memory), or it speaks TLS")
+        if feed.block_bytes is None:
+            raise SourceUnavailable("the export has not been scanned yet")
+        lending = await self._rdma.lend(message, local_host=self._connection.local_host, block_bytes=feed.block_bytes)
+        self._stop_lending()  # of another RdmaConnect meanwhile
+        self._lending = lending
+        return lending.connected
+
+    def _stop_lending(self) -> None:
+        if self._lending is not None:
+            self._lending.close()
+            self._lending = None
+
+    def _return_leases(self, leases: Iterable[int]) -> None:
+        if self._lending is not None:
+            for lease in leases:
+                self._lending.leases.give_back(lease)
+
+    async def _lease_block(self, request_id: int, request: _Request, message: m.LeaseBlock, feed: ExportFeed) -> None:
+        _check_size(message, feed)
+        lending = self._lending
+        if lending is None:
+            raise SourceUnavailable("there is no queue pair on this connection")
+        check_length(message.length_bytes, lending.buffer_bytes)
+        leases = lending.leases
+        buffer = await leases.take(timeout_s=_BUFFER_WAIT_S)
+        granted = False
+        try:
+            async with self._open_slots, self._open(feed, VersionId(message.version), message.block) as opened:
+                _check_span(message, opened)
+                missing_bytes = await trio.to_thread.run_sync(
+                    _fill, buffer.view[: message.length_bytes], opened, message.start_bytes, limiter=self._send_limiter
+                )
+                self._statistics.padded_blocks += missing_bytes > 0
+                digest = opened.digest
+            async with self._replying(request):
+                leases.grant(request_id, buffer)
+                granted = True
+                leased = m.Leased(digest, request_id, buffer.address, buffer.remote_key)
+                try:
+                    await self._connection.send_all(
+                        m.encode(leased, request_id=request_id), progress_timeout_s=self._limits.send_progress_s
+                    )
+                except SourceUnavailable as error:  # the stream is out of step
+                    self._fail(error)
+                    raise
+        finally:
+            if not granted:
+                leases.put(buffer)
+        self._statistics.lent_blocks += 1
+        self._statistics.lent_bytes += message.length_bytes
+
     async def _reply(
         self, request_id: int, message: m.Message, data: memoryview | None = None, *, request: _Request | None = None
     ) -> None:
@@ -354,3 +422,38 @@ class Session:
         if self._failure is None:
             self._failure = error
         self._scope.cancel()
+
+
+def _check_size(message: m.ReadBlock | m.LeaseBlock, feed: ExportFeed) -> None:
+    length_bytes = message.length_bytes
+    if feed.block_bytes is not None and message.block_bytes != feed.block_bytes:
+        raise StaleVersion(f"the export's blocks have {feed.block_bytes} bytes now, not {message.block_bytes}")
+    if length_bytes > min(DATA_LIMIT_BYTES, feed.block_bytes or DATA_LIMIT_BYTES):
+        raise SourceRefused(f"{length_bytes} bytes are more than a block of this export")
+
+
+def _check_span(message: m.ReadBlock | m.LeaseBlock, opened: OpenBlock) -> None:
+    end_bytes = message.start_bytes + message.length_bytes
+    if end_bytes > opened.length_bytes:
+        raise SourceRefused(
+            f"bytes {message.start_bytes} to {end_bytes} of block {message.block}: it has {opened.length_bytes}"
+        )
+
+
+def _fill(view: memoryview, opened: OpenBlock, start_bytes: int) -> int:
+    """In a thread: put a part of the block there, zeros where the file has no more; how many bytes are missing."""
+    if opened.fd is None:
+        assert opened.data is not None, "an opened block is in a file or in memory"
+        view[:] = opened.data[start_bytes : start_bytes + len(view)]
+        return 0
+    done = 0
+    while done < len(view):
+        try:
+            count = os.preadv(opened.fd, [view[done:]], opened.offset_bytes + start_bytes + done)
+        except OSError:  # as where it is sent: the client's digest check finds it
+            count = 0
+        if count == 0:
+            view[done:] = bytes(len(view) - done)
+            break
+        done += count
+    return len(view) - done

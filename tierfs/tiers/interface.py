@@ -23,7 +23,13 @@ class SourceStatistics:
     state: str = "connecting"
     reason: str = ""  # why it is not connected, for a person
     since_s: float = 0.0  # time.time() of the last change of state
-    transport: str = ""  # tcp, rdma, file
+    transport: str = ""  # tcp, rdma, file: how blocks come now
+    transport_reason: str = ""  # why not by RDMA, for a person
+    device: str = ""  # the RDMA devices in use
+    port: str = ""  # and their ports, in the same order
+    rdma_blocks: int = 0  # of fetched_blocks, those that came by RDMA
+    rdma_bytes: int = 0
+    rdma_failures: int = 0  # blocks that had to be fetched another way
     connections: int = 0
     fetched_bytes: int = 0
     fetched_blocks: int = 0

@@ -36,6 +36,7 @@ from tierfs.catalog.schema import Catalog, Publication, catalog_digest, decode
 from tierfs.config.addresses import parse_remote_url
 from tierfs.tiers.interface import SourceStatistics
 from tierfs.tiers.remote_link import Link, open_link
+from tierfs.tiers.remote_rdma import RdmaReader
 from tierfs.wire import messages as m
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ log = logging.getLogger(__name__)
 _BACKOFF_FIRST_S = 0.1
 _BACKOFF_LAST_S = 5.0
 _BACKOFF_WANTED_S = 0.25  # when a reader waits: what is between two attempts at least
+_RDMA_TRIES = 2  # through different queue pairs, as one that fails is gone
 _FOLLOW_PAUSE_S = 0.05  # bounds what a server with endless news can cost
 _REFUSALS = (AuthenticationFailed, NotFound, ProtocolError, SourceRefused)  # trying again at once does not help
 
@@ -60,11 +62,18 @@ class RemoteSource:
         connect_timeout_s: float = 10.0,
         request_timeout_s: float = 15.0,
         max_in_flight_blocks: int = 64,
+        rdma: RdmaReader | None = None,
+        rdma_only: bool = False,
+        no_rdma_reason: str = "",
         catalog_limit_bytes: int = 1 << 30,
         jitter: random.Random | None = None,
         nonce: Callable[[], bytes] = lambda: secrets.token_bytes(m.NONCE_BYTES),
     ) -> None:
-        """``jitter`` spreads reconnects; pass a seeded one to make them repeatable. Raises ConfigError."""
+        """``jitter`` spreads reconnects; pass a seeded one to make them repeatable. Raises ConfigError.
+
+        ``rdma`` brings blocks where it can, with ``rdma_only`` nothing else does. Without it ``no_rdma_reason`` is what
+        `status` says.
+        """
         named = parse_remote_url(url)
         self._address, self._export = named.address, named.export
         if token is not None and not token:
@@ -80,6 +89,9 @@ class RemoteSource:
         self._catalog_limit_bytes = catalog_limit_bytes
         self._jitter = jitter or random.Random()
         self._nonce = nonce
+        self._rdma = rdma
+        self._rdma_only = rdma_only
+        self._no_rdma_reason = no_rdma_reason
         self._block_bytes = 0
         self._links: list[Link] = []
         self._slots = trio.CapacityLimiter(max_in_flight_blocks)
@@ -97,16 +109,30 @@ class RemoteSource:
 
     def statistics(self) -> SourceStatistics:
         """A copy of the counters and the state; never waits."""
-        return dataclasses.replace(self._statistics, connections=len(self._links))
+        statistics = dataclasses.replace(
+            self._statistics, connections=len(self._links), transport_reason=self._no_rdma_reason
+        )
+        if self._rdma is not None:
+            ports = self._rdma.ports
+            statistics.transport = "rdma" if ports or self._rdma_only else "tcp"
+            statistics.transport_reason = self._rdma.reason
+            statistics.device = ",".join(port.device for port in ports)
+            statistics.port = ",".join(str(port.number) for port in ports)
+            statistics.rdma_blocks, statistics.rdma_bytes = self._rdma.blocks, self._rdma.bytes
+            statistics.rdma_failures = self._rdma.failures
+        return statistics
 
     async def run(self, *, task_status: "trio.TaskStatus[None]" = trio.TASK_STATUS_IGNORED) -> None:
         """Keep the connections and the publication up. Cancel to close; requests under way then fail."""
         task_status.started()
         try:
-            async with trio.open_nursery() as nursery:
-                for _ in range(self._connections):
-                    nursery.start_soon(self._keep_connected)
-                nursery.start_soon(self._follow)
+            async with trio.open_nursery() as around:
+                if self._rdma is not None:
+                    await around.start(self._rdma.run)
+                async with trio.open_nursery() as nursery:  # ends first: the paths of its links are on those devices
+                    for number in range(self._connections):
+                        nursery.start_soon(self._keep_connected, number)
+                    nursery.start_soon(self._follow)
         finally:
             self._set_state("closed", "")
 
@@ -136,26 +162,76 @@ class RemoteSource:
         block_bytes = self._block_bytes
         if not block_bytes and self._publication is not None:
             block_bytes = self._publication.catalog.block_bytes
-        message = m.ReadBlock(version, span.block, span.start_bytes, span.length_bytes, block_bytes)
+        asked = (version, span.block, span.start_bytes, span.length_bytes, block_bytes)
         try:
             # As who holds the slot, the call and not the task: a task may have several calls under way in time.
             async with _Slot(self._slots):
-                link = self._least_loaded()
-                link.load += 1
-                try:
-                    reply = await link.request(message, m.Type.BLOCK_DATA, buffer=buffer)
-                finally:
-                    link.load -= 1
+                digest = None
+                if self._rdma is not None:
+                    digest = await self._read_by_rdma(self._rdma, m.LeaseBlock(*asked), buffer)
+                if digest is None:
+                    digest = await self._read_by_tcp(m.ReadBlock(*asked), buffer)
         except (ProtocolError, AuthenticationFailed) as error:  # as an answer to this request
             self._statistics.failed_requests += 1
             raise SourceRefused(f"block {span.block}: {error}") from error
         except TierfsError:
             self._statistics.failed_requests += 1
             raise
-        assert isinstance(reply.message, m.BlockData), "the link checks the type of a reply"
         self._statistics.fetched_blocks += 1
         self._statistics.fetched_bytes += span.length_bytes
+        return digest
+
+    async def _read_by_tcp(self, message: m.ReadBlock, buffer: memoryview) -> BlockDigest:
+        link = self._least_loaded()
+        link.load += 1
+        try:
+            reply = await link.request(message, m.Type.BLOCK_DATA, buffer=buffer)
+        finally:
+            link.load -= 1
+        assert isinstance(reply.message, m.BlockData), "the link checks the type of a reply"
         return BlockDigest(reply.message.digest)
+
+    async def _read_by_rdma(self, rdma: RdmaReader, message: m.LeaseBlock, buffer: memoryview) -> BlockDigest | None:
+        """The block through one queue pair, or another; None where it has to come by TCP. Raises like read_into."""
+        failure: SourceUnavailable | None = None
+        begun_s = trio.current_time()
+        for _ in range(_RDMA_TRIES):
+            path = rdma.path(buffer)
+            if path is None:
+                break
+            try:
+                digest = await path.fetch(message, buffer)
+            except SourceUnavailable as error:
+                log.debug("rdma_retry url=%s block=%d reason=%s", self._statistics.url, message.block, error)
+                rdma.failures += 1
+                failure = error
+                if trio.current_time() - begun_s > self._request_timeout_s / 2:
+                    raise  # the caller has a deadline, and knows whether anybody still waits
+                continue
+            rdma.blocks += 1
+            rdma.bytes += message.length_bytes
+            return digest
+        if self._rdma_only and self._links:
+            reason = failure or rdma.reason or "no queue pair has room for this block"
+            raise SourceUnavailable(f"source.transport is rdma, and there is none now: {reason}") from failure
+        return None
+
+    # RDMA
+
+    async def use_memory(self, memory: memoryview, *, block_bytes: int, key: str) -> None:
+        """Blocks will be read into this memory (``key`` sizes it), which outlives the source: RDMA may begin.
+
+        Raises SourceUnavailable where RDMA is wanted alone and cannot be had.
+        """
+        if self._rdma is None:
+            return
+        if self._rdma_only:
+            self._rdma.check()
+        self._rdma.offer(memory, block_bytes=block_bytes, key=key)
+        if self._rdma_only and self._links:
+            with trio.move_on_after(self._connect_timeout_s):
+                if not await self._rdma.tried():
+                    raise SourceUnavailable(self._rdma.reason)
 
     # connections
 
@@ -173,7 +249,7 @@ class RemoteSource:
             f"{self._statistics.url} is {self._statistics.state}: {self._statistics.reason or 'no connection yet'}"
         )
 
-    async def _keep_connected(self) -> None:
+    async def _keep_connected(self, number: int) -> None:
         backoff_s = _BACKOFF_FIRST_S
         while True:
             connected_s = None
@@ -186,6 +262,8 @@ class RemoteSource:
                     tls=self._tls,
                     connect_timeout_s=self._connect_timeout_s,
                     request_timeout_s=self._request_timeout_s,
+                    features=() if self._rdma is None else (m.RDMA_FEATURE,),
+                    turn=0 if self._rdma is None else number,  # several addresses are several RDMA ports
                 )
             except TierfsError as error:
                 failure = error
@@ -193,7 +271,11 @@ class RemoteSource:
                 connected_s = trio.current_time()
                 self._add(link)
                 try:
-                    failure = await link.run()
+                    async with trio.open_nursery() as beside:
+                        if self._rdma is not None:
+                            beside.start_soon(self._rdma.keep, link)
+                        failure = await link.run()
+                        beside.cancel_scope.cancel()
                 finally:
                     self._remove(link)
             if not self._links:

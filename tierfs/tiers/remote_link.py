@@ -67,6 +67,21 @@ class Link:
         return self._failure is None and self.load < self._welcome.max_requests and not self._requests.full
 
     @property
+    def features(self) -> tuple[str, ...]:
+        """What the server can do beyond what every server can."""
+        return self._welcome.features
+
+    @property
+    def local_host(self) -> str:
+        """The address of this side of the connection."""
+        return self._connection.local_host
+
+    @property
+    def peer_host(self) -> str:
+        """The address of the server that answered."""
+        return self._connection.peer_host
+
+    @property
     def max_requests(self) -> int:
         """How many block and catalog requests the server takes at once on this connection."""
         return self._welcome.max_requests
@@ -135,6 +150,11 @@ class Link:
         if self._received_s <= asked_s:
             self.lose(late)  # not only this request: nothing at all came
         raise late
+
+    def tell(self, message: m.Message) -> None:
+        """Send a message that has no reply; nothing happens on a link that is lost."""
+        if self._failure is None:
+            self._send(m.encode(message, request_id=0))
 
     def _cancel(self, request_id: int) -> None:
         if self._requests.abandoned * 2 > self._welcome.max_requests + _SPARE_REQUESTS:
@@ -247,15 +267,18 @@ async def open_link(
     tls: ssl.SSLContext | None,
     connect_timeout_s: float,
     request_timeout_s: float,
+    features: tuple[str, ...] = (),
+    turn: int = 0,
 ) -> Link:
-    """Connect and shake hands. Raises SourceUnavailable, AuthenticationFailed, NotFound, ProtocolError, SourceRefused.
+    """Connect (``turn``: see tcp.connect) and shake hands.
 
-    Cancellation leaves no connection.
+    Raises SourceUnavailable, AuthenticationFailed, NotFound, ProtocolError, SourceRefused. Cancellation leaves no
+    connection.
     """
     with trio.move_on_after(connect_timeout_s):
-        connection = await tcp.connect(address, timeout_s=connect_timeout_s, tls=tls)
+        connection = await tcp.connect(address, timeout_s=connect_timeout_s, tls=tls, turn=turn)
         try:
-            handshake = ClientHandshake(export=export, token=token, nonce=nonce, software="tierfs")
+            handshake = ClientHandshake(export=export, token=token, nonce=nonce, software="tierfs", features=features)
             answer: m.Message = handshake.hello()
             while not isinstance(answer, m.Welcome):
                 await connection.send_all(m.encode(answer, request_id=0), progress_timeout_s=connect_timeout_s)

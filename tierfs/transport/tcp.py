@@ -49,6 +49,22 @@ class TcpConnection:
         """Whether a thread uses the descriptor now."""
         return self._in_thread
 
+    @property
+    def local_host(self) -> str:
+        """The address on this side, which the route to the peer starts from; empty once it is lost."""
+        try:
+            return str(self._socket.getsockname()[0])
+        except OSError:
+            return ""
+
+    @property
+    def peer_host(self) -> str:
+        """The peer's address; empty once the connection is lost."""
+        try:
+            return str(self._socket.getpeername()[0])
+        except OSError:
+            return ""
+
     def close(self) -> None:
         """Close at once; a task that waits on the connection gets SourceUnavailable. May be called again."""
         if not self._closed:
@@ -245,9 +261,15 @@ class TcpConnection:
 
 
 async def connect(
-    address: Address, *, timeout_s: float, tls: ssl.SSLContext | None = None, server_name: str | None = None
+    address: Address,
+    *,
+    timeout_s: float,
+    tls: ssl.SSLContext | None = None,
+    server_name: str | None = None,
+    turn: int = 0,
 ) -> TcpConnection:
-    """Connect to the first address of the host that answers. Raises SourceUnavailable or, for a certificate that is
+    """Connect to the first address of the host that answers, beginning with number ``turn`` (modulo their number) of
+    those of the first one's family. Raises SourceUnavailable or, for a certificate that is
     not trusted, AuthenticationFailed. Cancellation leaves no socket."""
     failure: Exception | None = None
     with trio.move_on_after(timeout_s) as scope:
@@ -255,6 +277,10 @@ async def connect(
             found = await trio.socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
         except OSError as error:
             raise SourceUnavailable(f"{address}: the name cannot be resolved: {error}") from error
+        if turn:
+            alike = [one for one in found if one[0] == found[0][0]]
+            first = turn % len(alike)
+            found = alike[first:] + alike[:first] + [one for one in found if one not in alike]
         for index, (family, kind, protocol, _, where) in enumerate(found):
             share_s = (scope.deadline - trio.current_time()) / (len(found) - index)
             try:

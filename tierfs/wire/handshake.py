@@ -59,8 +59,11 @@ def prove(token: bytes, role: Role, *, export: str, client_nonce: bytes, server_
 class ClientHandshake:
     """The client's side of one handshake. ``nonce`` must be fresh: 32 random bytes."""
 
-    def __init__(self, *, export: str, token: bytes | None, nonce: bytes, software: str) -> None:
+    def __init__(
+        self, *, export: str, token: bytes | None, nonce: bytes, software: str, features: tuple[str, ...] = ()
+    ) -> None:
         assert token is None or token, "an empty token proves nothing"
+        self._features = features
         self._export = export
         self._token = token
         self._nonce = nonce
@@ -69,7 +72,7 @@ class ClientHandshake:
 
     def hello(self) -> Hello:
         """The first message."""
-        return Hello(export=self._export, nonce=self._nonce, software=self._software, features=())
+        return Hello(export=self._export, nonce=self._nonce, software=self._software, features=self._features)
 
     def receive(self, message: Message) -> Proof | Welcome:
         """A Proof to send, or the Welcome that ends it. Raises what the server's refusal stands for."""

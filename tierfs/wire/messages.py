@@ -2,7 +2,8 @@
 
 Every request is answered by exactly one reply with its request id: the reply type named here, or Error. ``Cancel`` is
 no request: it carries the id of the one it is about and changes only what that one's reply may be. Block bytes, parts
-of a catalog and content ids travel as the frame's data, never in the body.
+of a catalog and content ids travel as the frame's data, never in the body; block bytes that are read over RDMA
+travel in no frame at all (docs/RDMA.md).
 """
 
 from enum import Enum, IntEnum
@@ -29,6 +30,8 @@ REASON_LIMIT_CHARACTERS = 1024
 CONTENT_PAIR_BYTES = 32  # a version id, then its content id
 CONTENTS_LIMIT_BYTES = 4 << 20  # of one Changed; the next Watch gets the rest
 CATALOG_PART_LIMIT_BYTES = 4 << 20
+RDMA_FEATURE = "rdma-read-1"  # in the features of both sides: the messages from RdmaConnect on are known
+RETURNED_LEASES_LIMIT = 128  # of one ReturnLeases
 
 _Id = Annotated[bytes, Meta(min_length=16, max_length=16)]
 _IdOrNone = Annotated[bytes, Meta(max_length=16)]
@@ -37,6 +40,12 @@ _Proof = Annotated[bytes, Meta(max_length=PROOF_BYTES)]
 _Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 _Name = Annotated[str, Meta(max_length=EXPORT_LIMIT_BYTES)]
 _Reason = Annotated[str, Meta(max_length=REASON_LIMIT_CHARACTERS)]
+_Gid = Annotated[bytes, Meta(min_length=16, max_length=16)]
+_Number24 = Annotated[int, Meta(ge=0, lt=1 << 24)]
+_Lid = Annotated[int, Meta(ge=0, lt=1 << 16)]
+_Mtu = Annotated[int, Meta(ge=256, le=4096)]
+_Reads = Annotated[int, Meta(ge=1, le=255)]
+_Word64 = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 _Features = Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=64)]
 
 
@@ -160,7 +169,67 @@ class Error(_Message, frozen=True):
 
 
 class Cancel(_Message, frozen=True):
-    """Client: the reply to the request of this frame's id is not wanted any more. Still answered once."""
+    """Client: the reply to the request of this frame's id is not wanted any more. Still answered once.
+
+    A lease that the request was answered with already is returned by it.
+    """
+
+
+class RdmaConnect(_Message, frozen=True):
+    """Client: make a queue pair that mine may read from; one that this connection had before is gone.
+
+    ``reads`` is how many READs the client's device may have under way at once.
+    """
+
+    queue_pair: _Number24
+    first_packet: _Number24
+    gid: _Gid
+    lid: _Lid  # 0 on Ethernet
+    mtu_bytes: _Mtu
+    reads: _Reads
+
+
+class RdmaConnected(_Message, frozen=True):
+    """Server: it is ready to be read from. At most ``buffers`` leases at once, each valid for ``lease_s`` seconds."""
+
+    queue_pair: _Number24
+    first_packet: _Number24
+    gid: _Gid
+    lid: _Lid
+    mtu_bytes: _Mtu
+    reads: _Reads
+    buffers: Annotated[int, Meta(ge=1, le=4096)]
+    buffer_bytes: _Count
+    lease_s: Annotated[int, Meta(ge=1, le=3600)]
+
+
+class LeaseBlock(_Message, frozen=True):
+    """Client: as ReadBlock, but put the bytes where I can read them over RDMA."""
+
+    version: _Id
+    block: _Count
+    start_bytes: _Count
+    length_bytes: _Count
+    block_bytes: _Count
+
+
+class Leased(_Message, frozen=True):
+    """Server: the digest of the whole block, and where the bytes asked for lie until the lease is returned or over."""
+
+    digest: _Id
+    lease: _Word64
+    address: _Word64
+    remote_key: Annotated[int, Meta(ge=0, lt=1 << 32)]
+
+
+class ReturnLeases(_Message, frozen=True):
+    """Client: these are read, or will not be. No request: there is no reply."""
+
+    leases: Annotated[tuple[_Word64, ...], Meta(min_length=1, max_length=RETURNED_LEASES_LIMIT)]
+
+
+class RdmaDisconnect(_Message, frozen=True):
+    """Client: my queue pair is gone; every lease is returned. No request: there is no reply."""
 
 
 Message: TypeAlias = (
@@ -179,6 +248,12 @@ Message: TypeAlias = (
     | Pong
     | Error
     | Cancel
+    | RdmaConnect
+    | RdmaConnected
+    | LeaseBlock
+    | Leased
+    | ReturnLeases
+    | RdmaDisconnect
 )
 
 
@@ -200,6 +275,12 @@ class Type(IntEnum):
     PONG = 23
     ERROR = 24
     CANCEL = 25
+    RDMA_CONNECT = 26
+    RDMA_CONNECTED = 27
+    LEASE_BLOCK = 28
+    LEASED = 29
+    RETURN_LEASES = 30
+    RDMA_DISCONNECT = 31
 
 
 _CLASSES: dict[Type, type[Message]] = {
@@ -218,6 +299,12 @@ _CLASSES: dict[Type, type[Message]] = {
     Type.PONG: Pong,
     Type.ERROR: Error,
     Type.CANCEL: Cancel,
+    Type.RDMA_CONNECT: RdmaConnect,
+    Type.RDMA_CONNECTED: RdmaConnected,
+    Type.LEASE_BLOCK: LeaseBlock,
+    Type.LEASED: Leased,
+    Type.RETURN_LEASES: ReturnLeases,
+    Type.RDMA_DISCONNECT: RdmaDisconnect,
 }
 _TYPES: dict[type[Message], Type] = {class_: type_ for type_, class_ in _CLASSES.items()}
 _DECODERS: dict[int, "msgspec.msgpack.Decoder[Message]"] = {
