@@ -15,7 +15,7 @@ import trio.testing
 import tierfs.cache.block_cache as block_cache
 from tests.local_tiers import run, until
 from tierfs.blocks.errors import NoBuffer, StaleVersion
-from tierfs.blocks.ids import ObjectKey
+from tierfs.blocks.ids import BlockDigest, ObjectKey
 from tierfs.blocks.spans import Span
 from tierfs.cache.block_cache import BlockCache, FileFacts
 from tierfs.cache.buffers import Buffer, BufferPool, PartBudget
@@ -24,7 +24,7 @@ from tierfs.catalog.schema import Entry, Kind
 from tierfs.fs.file_view import FileView
 from tierfs.policy.readahead import Readahead, ReadaheadConfig
 from tierfs.testing.sources import MemorySource, version_of
-from tierfs.tiers.interface import LentFile, Part
+from tierfs.tiers.interface import Lease, LentFile, ObjectFacts, Offer, Part
 from tierfs.tiers.local import DirectoryTier
 
 BLOCK = 64 << 10
@@ -370,6 +370,40 @@ def test_an_open_waits_for_no_tier_that_hangs(tmp_path: Path, monkeypatch: pytes
                 assert await cache.whole(FILE) is None
             assert cache.statistics.late_handouts == 1
             lender.gate.set()
+
+    run(test)
+
+
+def test_small_blocks_that_wait_to_be_written_leave_buffers_to_readers(tmp_path: Path) -> None:
+    files = {b"m/%d" % number: b"%d" % number * 9 for number in range(40)}
+    source = MemorySource(files, block_bytes=BLOCK)
+
+    class Slow(DirectoryTier):
+        """A tier whose disk writes nothing for now."""
+
+        leases: list[Lease]
+
+        def offer(self, facts: ObjectFacts, block: int, digest: BlockDigest, lease: Lease) -> Offer:
+            self.leases.append(lease)
+            return Offer.ACCEPTED
+
+    tier = Slow("warm", [tmp_path], block_bytes=BLOCK, capacity_bytes=64 << 20, mapped=False)
+    tier.leases = []
+
+    async def test() -> None:
+        async with cached(source, tier) as cache:
+            for path, data in files.items():
+                facts = FileFacts(version_of(path, data), len(data), path, b"m", len(data))
+                kept = await cache.load(facts, 0)
+                assert bytes(kept.buffer.view[: kept.length_bytes]) == data
+            assert len(tier.leases) == 4
+            for lease in tier.leases:
+                lease.release()
+            file = FileFacts(version_of(b"m/0", files[b"m/0"]), len(files[b"m/0"]), b"m/0", b"m", 9)
+            cache.memory.clear()
+            await cache.load(file, 0)
+            assert len(tier.leases) == 5
+            tier.leases[-1].release()
 
     run(test)
 

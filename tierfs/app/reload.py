@@ -36,7 +36,7 @@ LIVE = frozenset({
 })  # fmt: skip
 RESTART = frozenset({
     "hot.path", "log.file", "log.format", "memory.limit", "metrics.listen", "mount.gid", "mount.uid",
-    "source.connections", "source.rescan", "source.tls", "source.tls_ca_file", "source.token_file",
+    "source.connections", "source.rescan", "source.tls", "source.tls_ca_file", "source.token_file", "source.transport",
     "warm.path", "warm.paths",
 })  # fmt: skip
 # What the kernel, or the channel, was given once; and what the state of the mount is found by.

@@ -129,6 +129,8 @@ class BlockCache:
         self._timed_out: dict[BlockKey, float] = {}  # when a reader last waited for it in vain
         self._source_slots = Slots(max(2, min(_SOURCE_LOADS, pool.slots // 4)))
         self._local_slots = Slots(max(2, min(_LOCAL_LOADS, pool.slots // 4)))
+        self._leased = 0  # buffers that tiers have yet to write from
+        self._leased_max = max(2, pool.slots // 4)
         # Loads under way hold up to half of the buffers: what waits for one must never hold them all.
         self.gathering = PartBudget(pool.slots // 2)
         self._source_busy = Busy()
@@ -627,11 +629,18 @@ class BlockCache:
         facts = self.facts(file)
         if tier.resident(facts.key, block):
             return Offer.RESIDENT
-        lease = BlockLease(kept.buffer, kept.length_bytes)
+        # A tier bounds the bytes that wait to be written; of small files each block holds a whole buffer all the same.
+        if self._leased >= self._leased_max:
+            return Offer.FULL
+        self._leased += 1
+        lease = BlockLease(kept.buffer, kept.length_bytes, on_release=self._lease_over)
         answer = tier.offer(facts, block, kept.digest, lease)
         if answer is not Offer.ACCEPTED:
             lease.release()
         return answer
+
+    def _lease_over(self) -> None:
+        self._leased -= 1
 
 
 def _noted(tier: LocalTier, found: _Found | None) -> _Found | None:

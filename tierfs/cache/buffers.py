@@ -65,15 +65,17 @@ class Buffer:
 class BlockLease:
     """A writer's hold on the bytes of one block; implements ``tiers.interface.Lease``."""
 
-    __slots__ = ("_buffer", "view")
+    __slots__ = ("_buffer", "_on_release", "view")
 
-    def __init__(self, buffer: Buffer, length_bytes: int) -> None:
+    def __init__(self, buffer: Buffer, length_bytes: int, *, on_release: Callable[[], None]) -> None:
         buffer.hold()
         self._buffer = buffer
+        self._on_release = on_release
         self.view = buffer.view[:length_bytes]
 
     def release(self) -> None:
         """Give the hold back."""
+        self._on_release()
         self._buffer.release()
 
 

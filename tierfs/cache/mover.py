@@ -14,6 +14,7 @@ from tierfs.blocks.spans import block_length
 from tierfs.cache.block_cache import BlockCache, FileFacts, blocks_of
 from tierfs.tiers.interface import LocalTier, Offer
 
+_FULL_S = 0.005
 _AT_ONCE = 8  # blocks; enough to hide the source's latency, few enough to leave the pool to readers
 
 
@@ -97,3 +98,4 @@ async def bring(cache: BlockCache, file: FileFacts, block: int, tier: LocalTier)
         if answer is Offer.FAILED:
             raise TierFailed(f"the tier is out of service: {tier.statistics().reason}")
         await tier.flush()
+        await trio.sleep(_FULL_S)  # another tier may be what is full
