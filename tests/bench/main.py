@@ -25,7 +25,7 @@ import peers as other
 import report
 import tierfs_peers as ours
 import workloads
-from coldness import RESIDENT_SHARE_MAX, drop_caches, read_past_the_cache, resident_share
+from coldness import RESIDENT_SHARE_MAX, back_free_memory, drop_caches, read_past_the_cache, resident_share
 from processes import PeerFailed, Workspace
 from report import Report, Sample
 from watching import Watch
@@ -199,6 +199,7 @@ class Bench:
         first = (workload.name, peer.name) not in self._checked
         before = peer.counters()
         read_past_the_cache(self._on_the_disk(peer))
+        back_free_memory(self.setting.large.size_bytes * 3 // 2)
         with Watch(peer.pids(), memory_tier=peer.memory_tier()) as watch:
             result = workload.run(peer, self.reading, first)
         self._checked.add((workload.name, peer.name))
