@@ -26,6 +26,7 @@ class Ends:
 
     def __init__(self) -> None:
         self.verbs = PyVerbs()
+        self.verbs.prepare()
         self.port: Port
         self.gid: Gid
         self.port, self.gid = choose(self.verbs.ports(), RDMA_HOST, interface_of=interface_of)

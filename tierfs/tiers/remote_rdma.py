@@ -30,7 +30,7 @@ _BLOCKS_MOST = 8  # at once through one queue pair; the server may allow fewer
 # Between the same two addresses: the second one is for when the first fails, or has all its credits in use. More only
 # compete with each other in the device (soft-RoCE then sends much twice), and each pins buffers on the server.
 _PATHS_MOST = 2
-_READS_MOST = 4  # under way on one queue pair; of 1 MiB each they fill any link, and a slow device answers all in time
+_READS_MOST = 2  # under way on one queue pair; of 1 MiB each they fill any link, and a slow device answers all in time
 _RETURN_AT_ONCE = 4  # leases; fewer wait for the next request, or a moment
 _RETURN_S = 0.01
 _BACKOFF_FIRST_S = 0.2
