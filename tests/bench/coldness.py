@@ -36,36 +36,21 @@ def drop_caches(files: Iterable[Path]) -> None:
             os.close(descriptor)
 
 
-def read_past_the_cache(files: Iterable[Path]) -> None:
-    """Read files with O_DIRECT: this machine's page cache stays as it is.
+def read_through(files: Iterable[Path]) -> None:
+    """Read files to their ends, before the caches are dropped: so every run starts from the same machine.
 
     The disk of a virtual machine is a file, or farther away: what was read a moment ago comes from its host's memory,
-    at five times the speed. So all that a run will read is read like this before, for every peer alike.
+    at five times the speed. And memory that was free for a second or two has gone back to the host, so that reading
+    into it costs a fault of the host for each page, five times the CPU time; what was dropped just now has not.
     """
     with mmap.mmap(-1, 4 << 20) as buffer:
         for path in files:
-            try:
-                descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
-            except OSError:  # not on a disk
-                continue
+            descriptor = os.open(path, os.O_RDONLY)
             try:
                 while os.readv(descriptor, [buffer]):
                     pass
-            except OSError:  # the rest of a file that does not end with a sector
-                pass
             finally:
                 os.close(descriptor)
-
-
-def back_free_memory(size_bytes: int) -> None:
-    """Make the host of a virtual machine back so much free memory, as it does the memory of a machine in use.
-
-    Free pages go back to the host a second or two after the caches were dropped (free page reporting), and each page
-    that is used again costs a fault there: reading a file into such memory takes four times the CPU time. Without this,
-    the peer that is asked for its counters before its run reads more slowly than one that is not.
-    """
-    with mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE):
-        pass
 
 
 def resident_pages(path: Path) -> tuple[int, int]:

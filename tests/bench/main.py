@@ -25,7 +25,7 @@ import peers as other
 import report
 import tierfs_peers as ours
 import workloads
-from coldness import RESIDENT_SHARE_MAX, back_free_memory, drop_caches, read_past_the_cache, resident_share
+from coldness import RESIDENT_SHARE_MAX, drop_caches, read_through, resident_share
 from processes import PeerFailed, Workspace
 from report import Report, Sample
 from watching import Watch
@@ -187,6 +187,9 @@ class Bench:
     def _run_once(self, number: int, workload: workloads.Workload, peer: other.Peer) -> Sample:
         peer.prepare()
         limit_bytes = peer.memory_limit_bytes()
+        before = peer.counters()
+        # From here to the run as little time as can be: see read_through.
+        read_through(self._on_the_disk(peer))
         share = self._make_cold(peer, source_cached=workload.source_cached)
         if share > RESIDENT_SHARE_MAX:
             return Sample(
@@ -197,9 +200,6 @@ class Bench:
                 problem=f"thrown out: not cold, {share:.1%} of the pages are in memory",
             )
         first = (workload.name, peer.name) not in self._checked
-        before = peer.counters()
-        read_past_the_cache(self._on_the_disk(peer))
-        back_free_memory(self.setting.large.size_bytes * 3 // 2)
         with Watch(peer.pids(), memory_tier=peer.memory_tier()) as watch:
             result = workload.run(peer, self.reading, first)
         self._checked.add((workload.name, peer.name))
