@@ -138,6 +138,8 @@ static void *copier_run(void *argument) {
     struct buffer buffer = {0};
     for (;;) {
         pthread_mutex_lock(&queue.lock);
+        if (!queue.first && queue.copiers > COPIERS) /* what it was added for is over */
+            break;
         while (!queue.first)
             pthread_cond_wait(&queue.work, &queue.lock);
         struct copy *copy = queue.first;
@@ -148,6 +150,9 @@ static void *copier_run(void *argument) {
         pthread_mutex_unlock(&queue.lock);
         (void)run(argument, copy, &buffer, 0);
     }
+    queue.copiers--;
+    pthread_mutex_unlock(&queue.lock);
+    free(buffer.bytes);
     return NULL;
 }
 
@@ -184,7 +189,8 @@ void copy_begin(struct channel *c, struct copy *copy) {
         queue.end = &queue.first;
     *queue.end = copy;
     queue.end = &copy->next;
-    if (queue.first != copy && now_s() - queue.taken_s > STUCK_S && queue.copiers < COPIERS_MAX)
+    if (queue.first != copy && queue.taken_s > 0 && now_s() - queue.taken_s > STUCK_S &&
+        queue.copiers < COPIERS_MAX)
         (void)add_copier(c); /* so that the other disks' readers go on; without one they wait */
     pthread_cond_signal(&queue.work);
     pthread_mutex_unlock(&queue.lock);
