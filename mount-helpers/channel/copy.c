@@ -69,6 +69,13 @@ static int gather(struct copy *copy, struct tier_file **files, struct buffer *bu
     return 0;
 }
 
+/* Lock held. */
+static void give_back(struct copy *copy, struct tier_file **files) {
+    for (unsigned i = 0; i < copy->header.count; i++)
+        if (files[i])
+            file_give_back(files[i]);
+}
+
 /* False, and nothing done: it would have to wait for a medium (only with flags RWF_NOWAIT). */
 static bool run(struct channel *c, struct copy *copy, struct buffer *buffer, int flags) {
     struct iovec vector[READ_PARTS_MAX + 1];
@@ -86,9 +93,7 @@ static bool run(struct channel *c, struct copy *copy, struct buffer *buffer, int
 
     pthread_mutex_lock(&c->lock);
     if (error && flags) { /* whatever it is, who may wait meets it again */
-        for (unsigned i = 0; i < copy->header.count; i++)
-            if (files[i])
-                file_give_back(files[i]);
+        give_back(copy, files);
         pthread_mutex_unlock(&c->lock);
         return false;
     }
@@ -109,9 +114,7 @@ static bool run(struct channel *c, struct copy *copy, struct buffer *buffer, int
         }
     }
     pthread_mutex_lock(&c->lock);
-    for (unsigned i = 0; i < copy->header.count; i++)
-        if (files[i])
-            file_give_back(files[i]);
+    give_back(copy, files);
     epoch_lease_done(e, copy->header.lease); /* last: who sees it may drop the files, and use their slots again */
     if (error && !r->answered) {
         count(c, COUNT_FAILED_COPIES, 1);

@@ -328,7 +328,8 @@ class _Mount:
                 superseded=superseded,
                 on_open=promoter.opened,
             )
-            promoter.resume(filesystem.files_below(b""))
+            if config.hot is not None:  # else no walk over all files before the mount
+                promoter.resume(filesystem.files_below(b""))
             await outer.start(_running, promoter)
             if self._channel is not None and self._taking_over:
                 await self._take_over(self._channel, filesystem, publication)

@@ -72,13 +72,11 @@ class Promoter:
         """A file was opened; never waits."""
         if self._hot is None or not self._below or not self._cache.hot_admits(file.version):
             return
-        now_s = trio.current_time()
         waiting = self._waiting.get(file.model)
         if waiting is not None:
-            waiting.last_s = now_s
-        elif self._lacks(file) and len(self._waiting) < _MODELS_MAX:
-            self._waiting[file.model] = _Waiting(now_s, now_s)
-            self._wake.set()
+            waiting.last_s = trio.current_time()
+        elif len(self._waiting) < _MODELS_MAX:
+            self._wait_for_the_load(file)
 
     def resume(self, files: Sequence[FileFacts]) -> None:
         """Models that an earlier daemon had begun to bring: partly hot, the rest of it warm."""
@@ -87,10 +85,15 @@ class Promoter:
             return
         begun = {file.model for file in files if hot.resident_bytes(self._cache.key(file.version))}
         for file in files:
-            if file.model in begun and self._lacks(file) and file.model not in self._waiting:
-                now_s = trio.current_time()
-                self._waiting[file.model] = _Waiting(now_s, now_s)
-                self._wake.set()
+            if file.model in begun and file.model not in self._waiting:
+                self._wait_for_the_load(file)
+
+    def _wait_for_the_load(self, file: FileFacts) -> None:
+        """The file's model is next when its load is over, if something of the file is to be brought."""
+        if self._lacks(file):
+            now_s = trio.current_time()
+            self._waiting[file.model] = _Waiting(now_s, now_s)
+            self._wake.set()
 
     async def run(self, *, task_status: "trio.TaskStatus[None]" = trio.TASK_STATUS_IGNORED) -> None:
         """Promote one model after another for ever. Cancellation keeps what has been brought."""
