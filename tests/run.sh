@@ -3,7 +3,7 @@
 #
 # Installs what is missing (see examples/setup.sh), then ruff, mypy and pytest; ends non-zero if any of them complains,
 # or if the tests left a mount or a process behind. The tests that need persistent memory run in a virtual machine
-# (tests/vm/README.md), and are skipped where there can be none. --fast stays under a minute: no slow tests and no virtual
+# (tests/vm/README.md) beside the others, and are skipped where there can be none. --fast stays under a minute: no slow tests and no virtual
 # machine, of the real mounts only those marked smoke, and no demo models. --long also runs what takes minutes each: 200 kills, 20 power cuts.
 set -euo pipefail
 
@@ -61,7 +61,17 @@ run bash examples/setup.sh "${extras[@]}"
 failed=()
 run .venv/bin/ruff check . || failed+=(ruff)
 run .venv/bin/mypy || failed+=(mypy)
-run .venv/bin/python -m pytest -m "$select" --basetemp="$work/t" ${arguments[@]+"${arguments[@]}"} || failed+=(pytest)
+pytest=(.venv/bin/python -m pytest -m "$select" --durations=15)
+if [ ${#arguments[@]} -gt 0 ] || [[ $select = *"not vm"* ]]; then
+    run "${pytest[@]}" --basetemp="$work/t" ${arguments[@]+"${arguments[@]}"} || failed+=(pytest)
+else
+    # The virtual machine waits for one emulated core, most other tests for clocks: beside each other they take half the time.
+    "${pytest[@]}" --basetemp="$work/vm" -p no:cacheprovider tests/vm </dev/null >"$work/vm.log" 2>&1 &
+    in_vm=$!
+    run "${pytest[@]}" --basetemp="$work/t" --ignore=tests/vm || failed+=(pytest)
+    wait "$in_vm" || failed+=("pytest tests/vm")
+    cat "$work/vm.log"
+fi
 
 while read -r mountpoint; do
     echo "tests/run.sh: the tests left a mount: $mountpoint" >&2
