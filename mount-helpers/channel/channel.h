@@ -24,7 +24,7 @@
 #define DRAINERS 2 /* take replies, and copy what is in memory */
 #define GROUPS_MAX 256
 #define DROPPED_MAX 512     /* files to be closed when the lock is free */
-#define COPY_S 30.0         /* a tier that has not given its bytes by then never will: EIO */
+#define COPY_S 30.0         /* a tier that has not given its bytes by then has failed */
 #define GIVEN_UP_MAX 32     /* READs remembered as deadly */
 #define READ_FAILURES_MAX 8 /* of one request; then its reader gets EIO */
 
@@ -58,6 +58,10 @@ struct request {
     unsigned failures;
     unsigned deaths; /* of daemons that had it */
     double copying_since_s, sent_s;
+    struct copy *copy;              /* while COPYING */
+    struct read_part failed_part;   /* while SETTLING: what could not be copied, and why */
+    int failed_error;
+    bool untold;                    /* the daemon does not know yet */
     unsigned char bytes[];
 };
 
@@ -125,13 +129,15 @@ struct channel {
     int counters_fd;
     int clones[CLONES_MAX];
     pthread_t readers[CLONES_MAX];
-    _Atomic bool mounted, gone, stopping, replacing;
+    _Atomic bool mounted, gone, aborted, stopping, replacing;
+    unsigned mount_major, mount_minor; /* 0, 0: not known */
     bool limits_set, flushing;
     int wake_fd; /* eventfd: the main thread shall look */
 
     struct request *requests, **requests_end;
     struct request **buckets;
     unsigned request_count, interrupted_count, suspect_count;
+    bool untold; /* some requests may be */
     unsigned suspects_at_once; /* beside one */
     struct given_up given_up[GIVEN_UP_MAX];
     unsigned given_up_next;
@@ -153,6 +159,7 @@ struct channel {
 
 /* log.c */
 void say(const char *format, ...) __attribute__((format(printf, 1, 2)));
+void say_in_child(const char *format, ...) __attribute__((format(printf, 1, 2)));
 double now_s(void);
 void count(struct channel *c, unsigned counter, uint64_t change);
 void set_counter(struct channel *c, unsigned counter, uint64_t value);
@@ -178,6 +185,8 @@ void requests_requeue(struct channel *c, bool by_itself);
 void requests_fail_all(struct channel *c, int error);
 void requests_answer_releases(struct channel *c);
 void requests_give_up_copies(struct channel *c, double older_than_s);
+void request_settle(struct channel *c, struct request *r, const struct read_part *part, int error);
+bool requests_tell_failures(struct channel *c); /* whether some still wait for room in the socket */
 bool request_answer(struct channel *c, struct request *r, int error);
 void request_made_release(struct channel *c, uint64_t nodeid, uint64_t fh);
 
@@ -214,11 +223,12 @@ void *replies_run(void *argument);
 struct copy {
     struct copy *next;
     struct epoch *epoch;
-    struct request *request;
+    struct request *request; /* NULL: given up, nobody wants the bytes any more; read and written with the lock */
     uint64_t unique;
     int clone;
+    _Atomic unsigned at; /* the part that is being read, or failed */
     struct read_header header;
-    struct read_part parts[READ_PARTS_MAX];
+    struct read_part parts[];
 };
 int copiers_start(struct channel *c);
 void copy_begin(struct channel *c, struct copy *copy);

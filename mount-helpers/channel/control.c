@@ -143,13 +143,16 @@ static bool acceptable(struct channel *c, int fd, uint64_t size) {
 
 static void file_add(struct channel *c, struct epoch *e, uint32_t serial, const unsigned char *body, int *fd) {
     uint32_t slot = number32(body);
+    struct statfs system;
+    pthread_mutex_unlock(&c->lock); /* a tier that does not answer holds up the daemon's messages, not the requests */
+    bool good = acceptable(c, *fd, number64(body + 8));
+    bool memory = good && fstatfs(*fd, &system) == 0 && system.f_type == TMPFS_MAGIC;
+    pthread_mutex_lock(&c->lock);
     if (slot >= FILE_SLOTS || e->files[slot].fd >= 0) {
         acknowledge(e, serial, EBUSY, "the slot is taken");
-    } else if (!acceptable(c, *fd, number64(body + 8))) {
+    } else if (!good) {
         acknowledge(e, serial, EACCES, "not a regular file of the daemon's user on a tier's device, open for reading");
     } else {
-        struct statfs system;
-        bool memory = fstatfs(*fd, &system) == 0 && system.f_type == TMPFS_MAGIC;
         e->files[slot] = (struct tier_file){
             .fd = *fd, .generation = number32(body + 4), .size = number64(body + 8), .memory = memory};
         *fd = -1;
@@ -195,7 +198,7 @@ static void list_handles(struct channel *c, struct epoch *e, uint32_t serial) {
         close(fd);
 }
 
-/* What the daemon has sent, a bounded part of it; lock held. What the main thread must do is left in the flags. */
+/* What the daemon has sent, a bounded part of it; lock held, but for a look at a file. What the main thread must do is left in the flags. */
 void control_receive(struct channel *c, struct epoch *e) {
     unsigned char bytes[4096];
     for (int round = 0; round < MESSAGES_AT_ONCE; round++) {

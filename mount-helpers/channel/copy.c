@@ -28,19 +28,16 @@ struct buffer {
 };
 
 /* Gather the parts: places in the pool as they are, tier files through the buffer. 0, or the errno of the part that
- * failed, -1 where the file ended early. flags: RWF_NOWAIT (preadv2(2)) or 0. */
-static int gather(struct copy *copy, struct tier_file **files, struct buffer *buffer, struct iovec *vector,
-                  unsigned *failed, int flags) {
+ * failed (`copy->at`), -1 where the file ended early. flags: RWF_NOWAIT (preadv2(2)) or 0. */
+static int gather(struct copy *copy, struct tier_file **files, struct buffer *buffer, struct iovec *vector, int flags) {
     size_t used = 0, wanted = 0;
     for (unsigned i = 0; i < copy->header.count; i++)
         if (copy->parts[i].slot != SLOT_POOL)
             wanted += copy->parts[i].length;
     if (wanted > buffer->size) {
         void *larger = NULL;
-        if (posix_memalign(&larger, 4096, wanted)) {
-            *failed = 0;
+        if (posix_memalign(&larger, 4096, wanted))
             return ENOMEM;
-        }
         free(buffer->bytes);
         buffer->bytes = larger;
         buffer->size = wanted;
@@ -51,7 +48,7 @@ static int gather(struct copy *copy, struct tier_file **files, struct buffer *bu
             vector[i] = (struct iovec){copy->epoch->pool + part->offset, part->length};
             continue;
         }
-        *failed = i;
+        copy->at = i;
         if (!files[i])
             return EBADF;
         vector[i] = (struct iovec){buffer->bytes + used, part->length};
@@ -80,16 +77,14 @@ static void give_back(struct copy *copy, struct tier_file **files) {
 static bool run(struct channel *c, struct copy *copy, struct buffer *buffer, int flags) {
     struct iovec vector[READ_PARTS_MAX + 1];
     struct tier_file *files[READ_PARTS_MAX] = {0};
-    struct request *r = copy->request;
     struct epoch *e = copy->epoch;
-    unsigned failed = 0;
     pthread_mutex_lock(&c->lock);
     for (unsigned i = 0; i < copy->header.count; i++)
         if (copy->parts[i].slot != SLOT_POOL)
             files[i] = file_take(e, copy->parts[i].slot, copy->parts[i].generation);
     pthread_mutex_unlock(&c->lock);
 
-    int error = gather(copy, files, buffer, vector + 1, &failed, flags);
+    int error = gather(copy, files, buffer, vector + 1, flags);
 
     pthread_mutex_lock(&c->lock);
     if (error && flags) { /* whatever it is, who may wait meets it again */
@@ -97,7 +92,8 @@ static bool run(struct channel *c, struct copy *copy, struct buffer *buffer, int
         pthread_mutex_unlock(&c->lock);
         return false;
     }
-    bool mine = !error && !r->answered;
+    struct request *r = copy->request;
+    bool mine = !error && r && !r->answered;
     if (mine)
         r->answered = true; /* from here on the reply is ours to give: an interrupt finds it answered */
     pthread_mutex_unlock(&c->lock);
@@ -116,19 +112,15 @@ static bool run(struct channel *c, struct copy *copy, struct buffer *buffer, int
     pthread_mutex_lock(&c->lock);
     give_back(copy, files);
     epoch_lease_done(e, copy->header.lease); /* last: who sees it may drop the files, and use their slots again */
-    if (error && !r->answered) {
-        count(c, COUNT_FAILED_COPIES, 1);
-        if (++r->failures > READ_FAILURES_MAX) {
-            r->state = REQUEST_QUEUED;
-            request_answer(c, r, -EIO);
-        } else if (e == c->epoch && !e->draining) {
-            r->state = REQUEST_SETTLING;
-            if (!control_read_failed(e, r->unique, &copy->parts[failed], error < 0 ? 0 : error))
-                request_send(c, r); /* the daemon does not listen: it is asked again, and that is counted */
-        } else { /* the daemon that decided so is gone: ask the next one */
+    r = copy->request;
+    if (r)
+        r->copy = NULL;
+    if (r && error && !r->answered) {
+        if (e == c->epoch && !e->draining)
+            request_settle(c, r, &copy->parts[copy->at], error < 0 ? 0 : error);
+        else /* the daemon that decided so is gone: ask the next one */
             request_send(c, r);
-        }
-    } else {
+    } else if (r) {
         request_remove(c, r);
     }
     epoch_release(e);

@@ -13,6 +13,7 @@
 #include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 extern char **environ;
@@ -54,7 +55,7 @@ void drop_capabilities(const struct options *options) {
 
 static void become_daemon(const struct options *options) {
     if (options->has_user && (setgroups(options->group_count, options->groups) || setgid(options->gid) || setuid(options->uid))) {
-        say("cannot become user %u: %s", (unsigned)options->uid, strerror(errno));
+        say_in_child("cannot become user %u: %s", (unsigned)options->uid, strerror(errno));
         _exit(1);
     }
     if (options->has_user)
@@ -104,19 +105,26 @@ struct epoch *epoch_start(struct channel *c, unsigned number) {
             _exit(1);
         execvpe(c->options.daemon[0], c->options.daemon, environment);
         int error = errno;
-        say("%s cannot be run as user %u: %s", c->options.daemon[0], (unsigned)geteuid(), strerror(error));
+        say_in_child("%s cannot be run as user %u: %s", c->options.daemon[0], (unsigned)geteuid(), strerror(error));
         _exit(127);
     }
     free(environment);
     if (pid < 0)
         goto failed;
+    e->pidfd = (int)syscall(SYS_pidfd_open, pid, 0);
+    if (e->pidfd < 0) { /* nothing would tell of its death */
+        int error = errno;
+        kill(pid, SIGKILL);
+        waitpid(pid, NULL, 0);
+        errno = error;
+        goto failed;
+    }
     close(fuse[1]);
     close(control[1]);
     e->channel = c;
     e->number = number;
     e->users = 1;
     e->pid = pid;
-    e->pidfd = (int)syscall(SYS_pidfd_open, pid, 0);
     e->fuse_socket = fuse[0];
     e->control_socket = control[0];
     fcntl(control[0], F_SETFL, O_NONBLOCK);

@@ -103,7 +103,9 @@ void *incoming_run(void *argument) {
         if (length < 0) {
             if (errno == EINTR || errno == EAGAIN || errno == ENOENT)
                 continue;
-            if (errno != ENODEV && errno != ECONNABORTED)
+            if (errno == ECONNABORTED)
+                c->aborted = true;
+            else if (errno != ENODEV)
                 say("reading /dev/fuse: %s", strerror(errno));
             break;
         }
@@ -112,6 +114,10 @@ void *incoming_run(void *argument) {
         enum verdict verdict = parse_request(bytes, (size_t)length, &error);
         if (verdict == VERDICT_BAD) {
             count(c, COUNT_BAD_MESSAGES, 1);
+            if ((size_t)length >= sizeof header) { /* nobody shall wait for the answer to what we do not understand */
+                memcpy(&header, bytes, sizeof header);
+                kernel_reply(c, clone, header.unique, -EIO, NULL, 0);
+            }
             continue;
         }
         memcpy(&header, bytes, sizeof header);

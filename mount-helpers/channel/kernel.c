@@ -137,8 +137,38 @@ int kernel_mount(struct channel *c, char *why, size_t why_size) {
     return 0;
 }
 
+/* The device number of the mount. Where somebody else mounted, its place may be another thing here, or nothing: only
+ * the descriptor knows (since Linux 6.16). */
+static bool mount_device(struct channel *c, unsigned *major, unsigned *minor) {
+    if (c->options.fuse_fd < 0) {
+        struct statx status;
+        if (statx(AT_FDCWD, c->options.mountpoint, AT_STATX_DONT_SYNC | AT_NO_AUTOMOUNT, 0, &status))
+            return false;
+        *major = status.stx_dev_major;
+        *minor = status.stx_dev_minor;
+        return true;
+    }
+    char text[512] = "", path[64];
+    snprintf(path, sizeof path, "/proc/self/fdinfo/%d", c->clones[0]);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0)
+        return false;
+    ssize_t length = read(fd, text, sizeof text - 1);
+    close(fd);
+    const char *line = length > 0 ? strstr(text, "fuse_connection:") : NULL;
+    *major = 0; /* of every file system without a disk */
+    return line && sscanf(line, "fuse_connection: %u", minor) == 1;
+}
+
+/* Somebody aborted the connection (fusectl): the mount is still there, unless it is gone or covered too. */
+static bool is_left_behind(struct channel *c) {
+    unsigned major, minor;
+    return c->aborted && (c->mount_major || c->mount_minor) && mount_device(c, &major, &minor) &&
+           major == c->mount_major && minor == c->mount_minor;
+}
+
 void kernel_unmount(struct channel *c) {
-    if (!c->mounted || c->gone || c->options.fuse_fd >= 0)
+    if (!c->mounted || c->options.fuse_fd >= 0 || (c->gone && !is_left_behind(c)))
         return;
     c->mounted = false;
     if (umount2(c->options.mountpoint, MNT_DETACH | UMOUNT_NOFOLLOW) == 0 || errno != EPERM)
@@ -185,34 +215,13 @@ unsigned kernel_max_pages(void) {
     return pages > MAX_PAGES ? MAX_PAGES : pages;
 }
 
-/* The device number of the mount. Where somebody else mounted, its place may be another thing here, or nothing: only
- * the descriptor knows (since Linux 6.16). */
-static bool mount_device(struct channel *c, unsigned *major, unsigned *minor) {
-    if (c->options.fuse_fd < 0) {
-        struct statx status;
-        if (statx(AT_FDCWD, c->options.mountpoint, AT_STATX_DONT_SYNC | AT_NO_AUTOMOUNT, 0, &status))
-            return false;
-        *major = status.stx_dev_major;
-        *minor = status.stx_dev_minor;
-        return true;
-    }
-    char text[512] = "", path[64];
-    snprintf(path, sizeof path, "/proc/self/fdinfo/%d", c->clones[0]);
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
-    if (fd < 0)
-        return false;
-    ssize_t length = read(fd, text, sizeof text - 1);
-    close(fd);
-    const char *line = length > 0 ? strstr(text, "fuse_connection:") : NULL;
-    *major = 0; /* of every file system without a disk */
-    return line && sscanf(line, "fuse_connection: %u", minor) == 1;
-}
-
 /* Larger than the kernel's default only through sysfs; the INIT reply can but lower it. */
 void kernel_set_read_ahead(struct channel *c) {
     unsigned major, minor;
     if (!mount_device(c, &major, &minor))
         return;
+    c->mount_major = major;
+    c->mount_minor = minor;
     char path[128];
     snprintf(path, sizeof path, "/sys/class/bdi/%u:%u/read_ahead_kb", major, minor);
     int fd = open(path, O_RDWR | O_CLOEXEC);

@@ -27,18 +27,11 @@ static bool may_say(unsigned *held) {
     return may;
 }
 
-/* One line to standard error, which the launcher points at a file beside the daemon's log. */
-void say(const char *format, ...) {
+static void write_line(unsigned held, const char *format, va_list arguments) {
     char line[512];
-    unsigned held;
-    if (!may_say(&held))
-        return;
     int start = held ? snprintf(line, sizeof line, "tierfs-channel: (%u lines held back) ", held)
                      : snprintf(line, sizeof line, "tierfs-channel: ");
-    va_list arguments;
-    va_start(arguments, format);
     int length = vsnprintf(line + start, sizeof line - (size_t)start - 1, format, arguments);
-    va_end(arguments);
     if (length < 0)
         return;
     size_t total = (size_t)(start + length);
@@ -47,6 +40,25 @@ void say(const char *format, ...) {
     line[total++] = '\n';
     if (write(STDERR_FILENO, line, total) < 0)
         return; /* nobody listens */
+}
+
+/* One line to standard error, which the launcher points at a file beside the daemon's log. */
+void say(const char *format, ...) {
+    unsigned held;
+    if (!may_say(&held))
+        return;
+    va_list arguments;
+    va_start(arguments, format);
+    write_line(held, format, arguments);
+    va_end(arguments);
+}
+
+/* The same between fork and exec, where another thread may have held the lock of may_say for ever. */
+void say_in_child(const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    write_line(0, format, arguments);
+    va_end(arguments);
 }
 
 double now_s(void) {

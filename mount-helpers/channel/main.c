@@ -207,7 +207,9 @@ static int bury(struct channel *c, struct lifetime *life) {
     for (unsigned i = 0; i < e->drainers; i++)
         pthread_join(e->drains[i], NULL);
     pthread_mutex_lock(&c->lock);
-    requests_requeue(c, !c->replacing && !c->stopping);
+    /* Nothing a request does ends a daemon by SIGKILL: somebody, or the kernel for want of memory, did. */
+    bool by_itself = !c->replacing && !c->stopping && !(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
+    requests_requeue(c, by_itself);
     inodes_forget_offers(c);
     bool answered = e->first_reply;
     c->epoch = NULL;
@@ -266,7 +268,7 @@ static int supervise(struct channel *c, struct lifetime *life, int signals) {
     for (;;) {
         pthread_mutex_lock(&c->lock);
         struct epoch *e = c->epoch;
-        bool room_wanted = requests_flush(c);
+        bool room_wanted = requests_flush(c), untold = requests_tell_failures(c);
         interrupts_look(c);
         if (now_s() - life->looked_s > 1) {
             life->looked_s = now_s();
@@ -309,6 +311,8 @@ static int supervise(struct channel *c, struct lifetime *life, int signals) {
         }
         if (!ending && !e && now >= life->start_at_s) {
             start(c, life);
+            if (!c->epoch && life->epochs == 0)
+                return 1; /* nothing is mounted, and who asked for it waits */
             continue;
         }
         double next = now + 1;
@@ -321,7 +325,7 @@ static int supervise(struct channel *c, struct lifetime *life, int signals) {
         int timeout = tick ? INTERRUPT_TICK_MS : (int)((next - now) * 1000) + 1;
         struct pollfd polled[5] = {
             {signals, POLLIN, 0}, {c->wake_fd, POLLIN, 0}, {e ? e->pidfd : -1, POLLIN, 0},
-            {e ? e->control_socket : -1, POLLIN, 0}, {e && room_wanted ? e->fuse_socket : -1, POLLOUT, 0}};
+            {e ? e->control_socket : -1, (short)(POLLIN | (untold ? POLLOUT : 0)), 0}, {e && room_wanted ? e->fuse_socket : -1, POLLOUT, 0}};
         if (poll(polled, 5, timeout) < 0 && errno != EINTR)
             say("poll: %s", strerror(errno));
         uint64_t wakes;
@@ -334,7 +338,7 @@ static int supervise(struct channel *c, struct lifetime *life, int signals) {
             control_receive(c, e);
             pthread_mutex_unlock(&c->lock);
             control_close_dropped(c);
-        } else if (polled[3].revents) {
+        } else if (polled[3].revents & ~POLLOUT) {
             poll(NULL, 0, 10); /* it has closed its end: it is about to die */
         }
         if (polled[2].revents) {

@@ -54,6 +54,7 @@ _Static_assert(sizeof(struct fuse_read_in) == 40, "fuse_read_in");
 #define INIT_DO_READDIRPLUS (1u << 13)
 #define INIT_READDIRPLUS_AUTO (1u << 14)
 #define INIT_PARALLEL_DIROPS (1u << 18)
+#define INIT_ABORT_ERROR (1u << 21)
 #define INIT_MAX_PAGES (1u << 22)
 #define INIT_CACHE_SYMLINKS (1u << 23)
 #define INIT_EXT (1u << 30)

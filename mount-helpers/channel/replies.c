@@ -19,7 +19,7 @@ static size_t patch_init(struct channel *c, unsigned char *body, size_t length) 
     memcpy(&out, body, length < sizeof out ? length : sizeof out);
     size_t sent = c->init_length - sizeof(struct fuse_in_header);
     memcpy(&in, c->init_request + sizeof(struct fuse_in_header), sent < sizeof in ? sent : sizeof in);
-    uint32_t wanted = INIT_ASYNC_READ | INIT_PARALLEL_DIROPS | INIT_MAX_PAGES | INIT_CACHE_SYMLINKS | INIT_EXT;
+    uint32_t wanted = INIT_ABORT_ERROR | INIT_ASYNC_READ | INIT_PARALLEL_DIROPS | INIT_MAX_PAGES | INIT_CACHE_SYMLINKS | INIT_EXT;
     out.flags = (wanted | (out.flags & INIT_DAEMONS)) & in.flags;
     out.flags2 = 0;
     out.max_stack_depth = 0;
@@ -64,7 +64,9 @@ static void taken_over(struct channel *c, struct epoch *e, const unsigned char *
 /* The copy that the reply asks for, to be begun when the lock is free; NULL: it asked for nonsense, and is over. */
 static struct copy *take_places(struct channel *c, struct epoch *e, struct request *r, const unsigned char *body,
                                 size_t length) {
-    struct copy *copy = malloc(sizeof *copy);
+    struct copy *copy;
+    size_t room = length < sizeof copy->header ? 0 : length - sizeof copy->header;
+    copy = room <= READ_PARTS_MAX * sizeof *copy->parts ? malloc(sizeof *copy + room) : NULL;
     bool good = copy && parse_read_reply(body, length, r->offset, r->asked, &copy->header, copy->parts);
     for (unsigned i = 0; good && i < copy->header.count; i++) {
         const struct read_part *part = &copy->parts[i];
@@ -87,6 +89,8 @@ static struct copy *take_places(struct channel *c, struct epoch *e, struct reque
     copy->request = r;
     copy->unique = r->unique;
     copy->clone = r->clone;
+    copy->at = 0;
+    r->copy = copy;
     r->state = REQUEST_COPYING;
     r->copying_since_s = now_s();
     e->users++;

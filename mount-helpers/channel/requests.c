@@ -148,9 +148,41 @@ void requests_requeue(struct channel *c, bool by_itself) {
             request_remove(c, r);
         } else if (r->state != REQUEST_QUEUED && !(by_itself && suspect_died(c, r))) {
             r->state = REQUEST_QUEUED;
+            r->untold = false;
             count(c, COUNT_REPLAYS, 1);
         }
     }
+}
+
+/* A place could not be copied: the daemon drops it there, and says when the request may be sent again. */
+void request_settle(struct channel *c, struct request *r, const struct read_part *part, int error) {
+    count(c, COUNT_FAILED_COPIES, 1);
+    if (++r->failures > READ_FAILURES_MAX) {
+        r->state = REQUEST_QUEUED;
+        request_answer(c, r, -EIO);
+        return;
+    }
+    r->state = REQUEST_SETTLING;
+    r->failed_part = *part;
+    r->failed_error = error;
+    r->untold = true;
+    c->untold = true;
+    (void)requests_tell_failures(c);
+}
+
+/* Of those that the daemon does not know yet, as many as its socket takes. Whether some are left. */
+bool requests_tell_failures(struct channel *c) {
+    if (!c->untold || !c->epoch)
+        return false;
+    for (struct request *r = c->requests; r; r = r->next)
+        if (r->untold && !control_read_failed(c->epoch, r->unique, &r->failed_part, r->failed_error)) {
+            wake_main(c); /* which waits for room */
+            return true;
+        } else {
+            r->untold = false;
+        }
+    c->untold = false;
+    return false;
 }
 
 /* Answer the kernel without the daemon. True: the request is gone from the table. */
@@ -182,13 +214,21 @@ void requests_answer_releases(struct channel *c) {
     }
 }
 
-/* Their copiers still sit in a read of a medium that does not answer; what they come back with is dropped. */
+/* Their copiers still sit in a read of a medium that does not answer; what they come back with is dropped, and another
+ * tier is asked meanwhile. */
 void requests_give_up_copies(struct channel *c, double older_than_s) {
-    for (struct request *r = c->requests; r; r = r->next)
-        if (r->state == REQUEST_COPYING && !r->answered && r->copying_since_s < older_than_s) {
-            count(c, COUNT_FAILED_COPIES, 1);
-            request_answer(c, r, -EIO);
-        }
+    for (struct request *r = c->requests, *next; r; r = next) {
+        next = r->next;
+        if (r->state != REQUEST_COPYING || r->answered || r->copying_since_s >= older_than_s)
+            continue;
+        struct copy *copy = r->copy;
+        copy->request = NULL;
+        r->copy = NULL;
+        if (copy->epoch == c->epoch && !copy->epoch->draining)
+            request_settle(c, r, &copy->parts[copy->at], ETIMEDOUT);
+        else
+            request_send(c, r);
+    }
 }
 
 /* The daemon opened a file for a reader that was killed meanwhile: the kernel will never release that handle. */

@@ -5,7 +5,8 @@
  *                            GIVEN_UP_DEATHS times   ─► EIO; so is a READ of the same bytes for a while
  *
  * So the guilty one is soon alone with the deaths, and the others are answered. Deaths before a daemon took over count for
- * nobody, since it was sent nothing; nor do ends that were asked for. */
+ * nobody, since it was sent nothing; nor do ends that were asked for, nor SIGKILL (see main.c): a read that waits for its
+ * source outlives any number of those. */
 #include "channel.h"
 
 #include <errno.h>

@@ -58,6 +58,7 @@ static void prepare(struct channel *c, struct epoch *e, int sockets[2]) {
     memset(c, 0, sizeof *c);
     memset(e, 0, sizeof *e);
     memset((void *)counters, 0, sizeof counters);
+    pthread_mutex_init(&c->lock, NULL);
     c->counters = counters;
     c->wake_fd = open("/dev/null", O_WRONLY);
     c->epoch = e;
@@ -481,6 +482,69 @@ static void an_offer_for_a_reader_that_was_killed_is_for_nobody(void) {
     clear(&c, &e, sockets);
 }
 
+/* -- copies that fail */
+
+static void a_failed_copy_is_told_once_the_socket_has_room(void) {
+    struct channel c;
+    struct epoch e;
+    int sockets[2], control[2];
+    prepare(&c, &e, sockets);
+    CHECK(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, control) == 0);
+    e.control_socket = control[0];
+    while (send(control[0], "full", 4, MSG_DONTWAIT) == 4)
+        ;
+    struct message message = message_of(OP_READ, 2, 9);
+    struct request *r = request_add(&c, 0, &message, sizeof message);
+    r->state = REQUEST_COPYING;
+    struct read_part part = {.slot = 3, .generation = 1, .offset = 4096, .length = 512};
+    request_settle(&c, r, &part, EIO);
+    CHECK(r->state == REQUEST_SETTLING && r->failures == 1 && requests_tell_failures(&c) && r->untold);
+    char told[128];
+    while (recv(control[1], told, sizeof told, MSG_DONTWAIT) == 4)
+        ;
+    CHECK(!requests_tell_failures(&c) && !r->untold);
+    ssize_t length = recv(control[1], told, sizeof told, MSG_DONTWAIT);
+    uint32_t type, error;
+    CHECK(length == 8 + 32);
+    memcpy(&type, told, sizeof type);
+    memcpy(&error, told + length - sizeof error, sizeof error);
+    CHECK(type == CONTROL_READ_FAILED && error == EIO);
+    CHECK(recv(control[1], told, sizeof told, MSG_DONTWAIT) < 0); /* once */
+    CHECK(recv(sockets[1], told, sizeof told, MSG_DONTWAIT) < 0); /* and not asked again before it is settled */
+    close(control[0]);
+    close(control[1]);
+    clear(&c, &e, sockets);
+}
+
+static void a_copy_that_takes_too_long_is_asked_of_another_tier_and_what_it_brings_is_dropped(void) {
+    struct channel c;
+    struct epoch e;
+    int sockets[2], control[2];
+    prepare(&c, &e, sockets);
+    CHECK(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, control) == 0);
+    e.control_socket = control[0];
+    struct message message = message_of(OP_READ, 2, 9);
+    struct request *r = request_add(&c, 0, &message, sizeof message);
+    struct copy *copy = calloc(1, sizeof *copy + 2 * sizeof *copy->parts);
+    *copy = (struct copy){.epoch = &e, .request = r, .at = 1};
+    copy->parts[1] = (struct read_part){.slot = 5, .generation = 1, .length = 512};
+    r->state = REQUEST_COPYING;
+    r->copy = copy;
+    r->copying_since_s = now_s();
+    requests_give_up_copies(&c, now_s() - 60);
+    CHECK(r->state == REQUEST_COPYING);
+    requests_give_up_copies(&c, now_s() + 1);
+    CHECK(r->state == REQUEST_SETTLING && !r->answered && !copy->request && !r->copy);
+    struct __attribute__((packed)) { uint32_t type, serial; uint64_t unique; uint32_t slot, generation; uint64_t offset;
+                                     uint32_t length, error; } told;
+    CHECK(recv(control[1], &told, sizeof told, MSG_DONTWAIT) == sizeof told);
+    CHECK(told.unique == 2 && told.slot == 5 && told.error == ETIMEDOUT);
+    free(copy);
+    close(control[0]);
+    close(control[1]);
+    clear(&c, &e, sockets);
+}
+
 /* -- replies */
 
 static void what_a_daemon_had_answered_counts_though_it_died_with_requests_unread(void) {
@@ -571,7 +635,9 @@ static uint32_t told(struct channel *c, int daemon, const uint32_t *words, size_
         memcpy(CMSG_DATA(control), &fd, sizeof fd);
     }
     CHECK(sendmsg(daemon, &message, 0) > 0);
+    pthread_mutex_lock(&c->lock);
     control_receive(c, c->epoch);
+    pthread_mutex_unlock(&c->lock);
     for (;;) {
         vector = (struct iovec){body, sizeof body};
         message = (struct msghdr){.msg_iov = &vector, .msg_iovlen = 1, .msg_control = &ancillary,
@@ -683,6 +749,8 @@ int main(void) {
     a_cached_handle_keeps_passthrough_out();
     a_refused_or_outdated_file_opens_cached();
     an_offer_for_a_reader_that_was_killed_is_for_nobody();
+    a_failed_copy_is_told_once_the_socket_has_room();
+    a_copy_that_takes_too_long_is_asked_of_another_tier_and_what_it_brings_is_dropped();
     what_a_daemon_had_answered_counts_though_it_died_with_requests_unread();
     a_new_daemon_must_answer_what_the_kernel_was_told_it_does();
     a_dropped_file_is_closed_when_the_lock_is_free_and_its_slot_is_free_at_once();

@@ -310,6 +310,18 @@ def test_a_killed_channel_ends_the_mount_and_the_next_mount_heals_it(
     assert digest(mounted.path / "m1" / "weights.bin") == digest(models / "m1" / "weights.bin")
 
 
+def test_an_aborted_connection_leaves_no_dead_mount(
+    plain: None, models: Path, tmp_path: Path, mount: MakeMount, serve: Callable[..., Serve]
+) -> None:
+    mounted = channel_mount(mount, serve, models, tmp_path)
+    minor = os.minor(os.stat(mounted.path).st_dev)
+    Path(f"/sys/fs/fuse/connections/{minor}/abort").write_text("1")
+    eventually(lambda: not os.path.ismount(mounted.path), "the channel unmounts what cannot be used any more", within_s=10)
+    eventually(lambda: not runs(mounted.pid), "the daemon ends")
+    mounted.mount()
+    assert digest(mounted.path / "m1" / "weights.bin") == digest(models / "m1" / "weights.bin")
+
+
 def error_of_list(path: Path) -> int | None:
     try:
         os.listdir(path)

@@ -6,6 +6,7 @@ The daemon is the real one, with one function of it changed by a `sitecustomize`
 import errno
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -126,6 +127,39 @@ def test_a_request_that_kills_each_daemon_is_given_up_and_others_are_served_mean
     assert channel_status(mounted)["daemon_starts"] == 6, "what was given up a moment ago is not tried again"
     assert "given up: opcode 15" in mounted.log()
     eventually(lambda: channel_status(mounted)["pending"] == 0, "no request is lost")
+
+
+def test_a_read_that_only_waits_outlives_any_number_of_killed_daemons(
+    plain: None,
+    models: Path,
+    tmp_path: Path,
+    mount: MakeMount,
+    serve: Callable[..., Serve],
+    change: Callable[[str], None],
+) -> None:
+    hold = tmp_path / "hold"
+    hold.touch()
+    change(
+        f"import os, trio\nwhile self.facts.path == b'm1/weights.bin' and os.path.exists('{hold}'):\n"
+        "    await trio.sleep(0.05)"
+    )
+    mounted = channel_mount(mount, serve, models, tmp_path)
+    path = mounted.path / "m1" / "weights.bin"
+    command = [sys.executable, "-c", READER, str(path), digest(models / "m1" / "weights.bin"), "0.1", "read"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as reader:
+        try:
+            for _ in range(6):
+                eventually(lambda: mounted.status()["oldest_request_s"] > 0, "the daemon has the read")
+                os.kill(mounted.pid, signal.SIGKILL)
+                new_daemon(mounted, mounted.pid)
+            hold.unlink()
+            out, err = reader.communicate(timeout=60)
+            assert reader.returncode == 0, err.decode()
+            assert int(out) > 0
+        finally:
+            reader.kill()
+    status = channel_status(mounted)
+    assert (status["given_up_requests"], status["daemon_starts"]) == (0, 7)
 
 
 @pytest.mark.skipif(not can_break(), reason="needs root, losetup and mkfs.ext4")
