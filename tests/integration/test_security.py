@@ -9,10 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import trio
 
 from tests.integration.processes import ENVIRONMENT, Mount, Serve, tierfs
 from tierfs.app.launch import find_program
 from tierfs.control import registry
+from tierfs.control.socket import serve as serve_control
 
 pytestmark = pytest.mark.fuse
 
@@ -95,6 +97,28 @@ def test_a_wrong_token_is_an_error_that_shows_neither(
     logs = "".join(path.read_text() for path in (tmp_path / "state").rglob("*.log"))
     assert refused.returncode != 0 and "token" in refused.stderr
     assert TOKEN not in refused.stderr + logs + server.log.read_text()
+
+
+def test_a_control_socket_is_for_nobody_else_from_its_first_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where neither the umask nor a chmod helps, only bind itself can have given it its mode."""
+
+    def chmod(*_: object) -> None:
+        raise AssertionError("between bind and chmod it is open to others")
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            await nursery.start(serve_control, tmp_path / "control.sock", {})
+            assert mode(tmp_path / "control.sock") == 0o600
+            nursery.cancel_scope.cancel()
+
+    monkeypatch.setattr(os, "chmod", chmod)
+    before = os.umask(0)
+    try:
+        trio.run(main)
+    finally:
+        os.umask(before)
 
 
 @pytest.mark.parametrize("bad", [0o777, 0o770])

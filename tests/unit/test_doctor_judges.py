@@ -28,7 +28,7 @@ from tierfs.config.memory import MemoryRoom
 ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
 
-FUSE = fuse.FuseFacts(root=True, device="usable", known_to_kernel=True, max_pages=1024)
+FUSE = fuse.FuseFacts(root=True, device="usable", known_to_kernel=True)
 USER = replace(FUSE, root=False, fusermount="/bin/fusermount3", fusermount_setuid=True, user_allow_other=True)
 CHANNEL = passthrough.PassthroughFacts(
     release="6.12.30-amd64", sys_admin=True, initial_user_namespace=True, program="/opt/tierfs/bin/tierfs-channel",
@@ -116,7 +116,6 @@ SICK: list[tuple[Callable[[Any], list[Finding]], Any, str, Level, str]] = [
         fuse.judge, replace(USER, user_allow_other=False, wants_allow_other=True),
         "fuse.allow_other", Level.PROBLEM, "mount.allow_other = false",
     ),
-    (fuse.judge, replace(FUSE, max_pages=256), "fuse.max_pages", Level.NOTE, "max_pages_limit=1024"),
     (
         fuse.judge, replace(FUSE, max_request_timeout_s=60, longest_wait_s=60.0),
         "fuse.max_request_timeout", Level.PROBLEM, "fs.fuse.max_request_timeout=0",

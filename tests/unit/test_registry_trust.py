@@ -1,7 +1,9 @@
 """What root's commands believe of a record that a daemon without rights wrote."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -46,6 +48,22 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[registry
         channel.communicate(b"\n", timeout=10)
 
 
+@contextlib.contextmanager
+def ended_within(seconds: int) -> Iterator[None]:
+    """Fail where something waits, instead of waiting for ever."""
+
+    def late(*_: object) -> None:
+        raise AssertionError(f"not within {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def believed(record: registry.Record) -> list[registry.Record]:
     Path(record.socket).with_suffix(".json").write_text(json.dumps(asdict(record)))
     return registry.records()
@@ -64,3 +82,29 @@ def test_no_other_configuration_is(record: registry.Record) -> None:
 def test_nonsense_is_passed_over(record: registry.Record) -> None:
     assert believed(replace(record, mountpoint=7)) == []  # type: ignore[arg-type]
     assert believed(replace(record, options=7)) == []  # type: ignore[arg-type]
+
+
+def test_what_is_no_small_file_is_passed_over_at_once(record: registry.Record, tmp_path: Path) -> None:
+    """A daemon taken over chooses what lies there: it must neither hold nor fill root's commands."""
+    honest = json.dumps(asdict(record))
+    path = Path(record.socket).with_suffix(".json")
+    failure = path.with_suffix(".failed")
+    (tmp_path / "elsewhere").write_text(honest)
+    for make in (
+        os.mkfifo,
+        os.mkdir,
+        lambda where: where.symlink_to(tmp_path / "elsewhere"),
+        lambda where: where.symlink_to("/dev/zero"),
+        lambda where: where.write_text(honest[:-1] + " " * (2 << 20) + "}"),
+        lambda where: where.write_text("[" * 500_000),
+        lambda where: where.write_text(honest.replace("}", ', "more": ' + "[" * 500_000 + "}")),
+    ):
+        for where in (path, failure):
+            make(where)
+        with ended_within(10):
+            assert registry.records() == []
+            assert len(registry.failure(record)) <= 2000
+        for where in (path, failure):
+            where.rmdir() if where.is_dir() else where.unlink()
+    failure.write_bytes(b"\x1b]0;title\x07 no\xff")
+    assert registry.failure(record).isprintable()

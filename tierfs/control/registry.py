@@ -16,11 +16,14 @@ import hashlib
 import itertools
 import json
 import os
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+import msgspec
 
 from tierfs.blocks.errors import ControlError
 
@@ -28,6 +31,7 @@ ENVIRONMENT = "TIERFS_RUNTIME_DIR"
 _ROOT = Path("/run/tierfs")
 _FAILURE = ".failed"  # the suffix of its file
 _FAILURE_CHARACTERS_MAX = 2000
+_FILE_BYTES_MAX = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -115,10 +119,10 @@ def _directories() -> list[Path]:
 def process_start(pid: int) -> int:
     """Start time of a process in clock ticks since boot (proc_pid_stat(5), field 22); 0 when there is none."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
+        line = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return 0
-    fields = stat[stat.rindex(b")") + 2 :].split()
+    fields = line[line.rindex(b")") + 2 :].split()
     return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
@@ -179,10 +183,24 @@ def write_failure(mountpoint: str, reason: str) -> None:
 def failure(record: Record) -> str:
     """Why the last daemon of this mount could not start; empty when it could, or when that is not known."""
     try:
-        with Path(record.socket).with_suffix(_FAILURE).open(encoding="utf-8", errors="replace") as file:
-            return " ".join(file.read(_FAILURE_CHARACTERS_MAX).split())
-    except OSError:
+        text = _read(Path(record.socket).with_suffix(_FAILURE)).decode("utf-8", errors="replace")
+    except (OSError, ValueError):
         return ""
+    words = " ".join(text.split())[:_FAILURE_CHARACTERS_MAX]
+    return "".join(c if c.isprintable() else "?" for c in words)
+
+
+def _read(path: Path) -> bytes:
+    """A small file that a daemon of another user may have put there: neither waits (a fifo), nor leads elsewhere (a
+    link), nor ends late. Raises OSError.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(f"{path} is no regular file")
+        return os.read(descriptor, _FILE_BYTES_MAX)
+    finally:
+        os.close(descriptor)
 
 
 def forget_failure(record: Record) -> None:
@@ -203,9 +221,9 @@ def records() -> list[Record]:
     found = []
     for path in sorted(path for directory in _directories() for path in directory.glob("*.json")):
         try:
-            record = Record(**json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError):
-            continue  # being replaced or removed just now
+            record = msgspec.json.decode(_read(path), type=Record)
+        except (OSError, ValueError, RecursionError):
+            continue  # being replaced or removed just now, or not ours
         if path.parent.parent != _ROOT or _credible(record, path):
             found.append(record)
     return found

@@ -105,8 +105,9 @@ async def _listen(where: Path | Address) -> trio.socket.SocketType:
     await _clear(where)
     listening = trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
+        os.fchmod(listening.fileno(), 0o660)  # from the first moment: bind takes it over
         await listening.bind(os.fspath(where))
-        os.chmod(where, 0o660)
+        os.chmod(where, 0o660)  # what the umask took away
         listening.listen(_BACKLOG)
     except BaseException:
         listening.close()

@@ -22,6 +22,7 @@ from tierfs.control.registry import Record, failure
 log = logging.getLogger(__name__)
 
 _REQUEST_BYTES_MAX = 1 << 20
+_REPLY_BYTES_MAX = 256 << 20  # of one line, such as the residency of a million files; a daemon taken over may go on
 _CLIENTS_MAX = 64
 _IDLE_S = 30.0
 _ACCEPT_AGAIN_S = 0.1
@@ -37,8 +38,8 @@ async def serve(
     """Answer commands on a socket at ``path`` (mode 0600; nothing may be there) until cancelled."""
     listening = trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with listening:
+        os.fchmod(listening.fileno(), 0o600)  # bind gives its file this mode (less the umask) from the first moment
         await listening.bind(os.fspath(path))
-        os.chmod(path, 0o600)
         listening.listen(16)
         limiter = trio.CapacityLimiter(_CLIENTS_MAX)
         async with trio.open_nursery() as nursery:
@@ -121,8 +122,11 @@ def ask(record: Record, command: str, *, timeout_s: float = 10.0, **arguments: A
             connection.connect(record.socket)
             connection.sendall(json.dumps({"command": command, **arguments}).encode() + b"\n")
             with connection.makefile("rb") as lines:
-                for line in lines:
-                    reply = json.loads(line)
+                while line := lines.readline(_REPLY_BYTES_MAX):
+                    try:
+                        reply = json.loads(line)
+                    except (ValueError, RecursionError) as error:
+                        raise ControlError(f"the daemon of {record.mountpoint} gave no readable answer") from error
                     if "error" in reply:
                         raise ControlError(reply["error"])
                     if reply.get("done"):

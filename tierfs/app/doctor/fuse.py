@@ -1,4 +1,4 @@
-"""FUSE: whether this user can mount at all, and the kernel's limits of requests. Called by examination.py.
+"""FUSE: whether this user can mount at all, and the kernel's deadlines for requests. Called by examination.py.
 
 Sources: fusermount3(1), Documentation/admin-guide/sysctl/fs.rst.
 """
@@ -11,11 +11,8 @@ from pathlib import Path
 
 from tierfs.app.doctor.finding import Finding, note, ok, problem
 from tierfs.app.doctor.looking import read_number, read_text
-from tierfs.blocks.units import format_bytes, format_duration
+from tierfs.blocks.units import format_duration
 from tierfs.config.schema import MountConfig
-
-_PAGE_BYTES = 4096
-_PAGES_WANTED = 1024  # the channel asks for no more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +26,6 @@ class FuseFacts:
     fusermount_setuid: bool = False
     user_allow_other: bool = False
     wants_allow_other: bool | None = None  # None: no configuration to ask
-    max_pages: int | None = None
     max_request_timeout_s: int | None = None
     default_request_timeout_s: int | None = None
     longest_wait_s: float = 60.0  # what a request may wait by the configuration
@@ -48,7 +44,6 @@ def look(config: MountConfig | None, root: Path = Path("/")) -> FuseFacts:
         fusermount_setuid=program is not None and bool(os.stat(program).st_mode & stat.S_ISUID),
         user_allow_other=_allows_other(read_text(root / "etc/fuse.conf") or ""),
         wants_allow_other=None if options is None else options.allow_other,
-        max_pages=read_number(settings / "max_pages_limit"),
         max_request_timeout_s=read_number(settings / "max_request_timeout"),
         default_request_timeout_s=read_number(settings / "default_request_timeout"),
         longest_wait_s=60.0 if options is None else max(options.restart_grace, options.request_timeout),
@@ -113,15 +108,6 @@ def _unprivileged(facts: FuseFacts) -> list[Finding]:
 
 def _requests(facts: FuseFacts) -> list[Finding]:
     findings = []
-    if facts.max_pages is not None and facts.max_pages < _PAGES_WANTED:
-        findings.append(
-            note(
-                "fuse.max_pages",
-                f"a request carries at most {format_bytes(facts.max_pages * _PAGE_BYTES)} (fs.fuse.max_pages_limit)",
-                "larger ones cost the channel less where a model is not wholly resident yet",
-                f"sysctl -w fs.fuse.max_pages_limit={_PAGES_WANTED} (before mounting)",
-            )
-        )
     for name, limit_s in (
         ("fuse.max_request_timeout", facts.max_request_timeout_s),
         ("fuse.default_request_timeout", facts.default_request_timeout_s),
