@@ -1,6 +1,7 @@
 """The block cache over a source in memory: one load per block, deadlines, priorities, nothing unverified."""
 
 import random
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -9,10 +10,11 @@ import trio
 import trio.testing
 
 from tierfs.blocks.errors import CorruptBlock, SourceTimeout, StaleVersion
-from tierfs.blocks.ids import ContentId, ObjectKey
+from tierfs.blocks.ids import ContentId, ObjectKey, VersionId
 from tierfs.blocks.spans import Span
 from tierfs.cache.block_cache import BlockCache, FileFacts
 from tierfs.cache.buffers import BufferPool
+from tierfs.cache.memory import BlockMemory, MemoryBlock
 from tierfs.cache.prefetcher import Prefetcher
 from tierfs.testing.sources import MemorySource, version_of
 
@@ -338,3 +340,22 @@ def test_prefetch_keeps_to_its_rate_and_demand_does_not_wait_for_it() -> None:
             nursery.cancel_scope.cancel()
 
     run(test)
+
+
+def test_learning_of_a_hundred_thousand_files_takes_one_pass_over_memory() -> None:
+    memory = BlockMemory()
+    pool = BufferPool(limit_bytes=64 << 12, block_bytes=1 << 12)
+
+    async def test() -> None:
+        for number in range(64):
+            buffer = await pool.acquire(timeout_s=1)
+            memory.add((ObjectKey(VersionId(b"%016d" % number)), 0), MemoryBlock(buffer, 1, b"", prefetched=False))  # type: ignore[arg-type]
+        names = {ObjectKey(VersionId(b"%016d" % n)): ObjectKey(VersionId(b"c%015d" % n)) for n in range(32, 100_000)}
+        began = time.perf_counter()
+        memory.rename(names)
+        assert time.perf_counter() - began < 0.1
+        kept = [number for number in range(64) if (ObjectKey(VersionId(b"%016d" % number)), 0) in memory]
+        renamed = [number for number in range(64) if (ObjectKey(VersionId(b"c%015d" % number)), 0) in memory]
+        assert (kept, renamed) == (list(range(32)), list(range(32, 64)))
+
+    trio.run(test)

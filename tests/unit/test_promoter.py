@@ -176,8 +176,13 @@ def test_a_promotion_that_was_cut_off_goes_on_with_the_next_daemon(tmp_path: Pat
     async def second() -> None:
         models = Models()
         async with cached(models, tmp_path / "hot", tmp_path / "warm") as (cache, promoter):
+            before = sum(hot_bytes(cache, models.of(b"a")))
+            assert before > 0
             promoter.resume(models.files)
-            await until(lambda: hot_bytes(cache, models.of(b"a")) == [file.size_bytes for file in models.of(b"a")])
+            await until(lambda: promoter.statistics().promoted_models == 1)
+            assert hot_bytes(cache, models.of(b"a")) == [file.size_bytes for file in models.of(b"a")]
+            lacked = sum(file.size_bytes for file in models.of(b"a")) - before
+            assert promoter.statistics().promoted_bytes == lacked
             assert hot_bytes(cache, models.of(b"b")) == [0, 0]
             assert models.source.requests == []
 

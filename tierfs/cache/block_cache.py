@@ -164,25 +164,32 @@ class BlockCache:
 
     def learn(self, contents: Mapping[VersionId, ContentId]) -> None:
         """Content ids became known. Blocks in memory under the version's key are renamed, tiers told."""
-        for version, content in contents.items():
-            if self._contents.get(version) != content:
-                for tier in self.tiers:
-                    tier.alias(ObjectKey(version), ObjectKey(content))
-                self.memory.rename(ObjectKey(version), ObjectKey(content))
-                self._rename_loads(ObjectKey(version), ObjectKey(content))
-                self._contents[version] = content
+        news = {
+            ObjectKey(version): ObjectKey(content)
+            for version, content in contents.items()
+            if self._contents.get(version) != content
+        }
+        for version, content in news.items():
+            for tier in self.tiers:
+                tier.alias(version, content)
+        self.memory.rename(news)
+        self._rename_loads(news)
+        self._contents.update(contents)
 
-    def _rename_loads(self, old: ObjectKey, new: ObjectKey) -> None:
+    def _rename_loads(self, keys: Mapping[ObjectKey, ObjectKey]) -> None:
         """Who comes from now on joins the load under its new key. Where both are under way, both end by themselves."""
-        for key in [key for key in self._loads if key[0] == old]:
-            if (new, key[1]) not in self._loads:
+        for key in [key for key in self._loads if key[0] in keys]:
+            renamed = (keys[key[0]], key[1])
+            if renamed not in self._loads:
                 load = self._loads.pop(key)
-                load.key = (new, key[1])
-                self._loads[load.key] = load
+                load.key = renamed
+                self._loads[renamed] = load
 
     def retain(self, versions: Set[VersionId]) -> None:
         """Forget the content ids of all other versions: neither in the newest catalog nor open."""
         self._contents = {version: content for version, content in self._contents.items() if version in versions}
+        for tier in self.tiers:
+            tier.retain(versions)
 
     def opened(self, version: VersionId) -> None:
         """A file was opened: it counts for placement, and is not evicted until closed."""

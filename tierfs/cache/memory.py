@@ -8,7 +8,7 @@ the least recently used. A block that a writer still holds goes last, since drop
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tierfs.blocks.ids import BlockDigest, ObjectKey
@@ -99,14 +99,17 @@ class BlockMemory:
         if block is not None:
             self._forget(key, block)
 
-    def rename(self, old: ObjectKey, new: ObjectKey) -> None:
-        """Blocks known by one key are known by another from now on; where both have a block, the new one's stays."""
+    def rename(self, keys: Mapping[ObjectKey, ObjectKey]) -> None:
+        """Blocks known by an old key are known by its new one from now on; where both have a block, the new one's
+        stays. One pass over the blocks for any number of keys: a start learns of every file at once.
+        """
         for blocks in (self._partly, self._read):
-            for key in [key for key in blocks if key[0] == old]:
-                if (new, key[1]) in self:
+            for key in [key for key in blocks if key[0] in keys]:
+                renamed = (keys[key[0]], key[1])
+                if renamed in self:
                     self.drop(key)
                 else:
-                    blocks[(new, key[1])] = blocks.pop(key)
+                    blocks[renamed] = blocks.pop(key)
 
     def clear(self) -> None:
         """Forget all blocks."""

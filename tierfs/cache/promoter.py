@@ -160,6 +160,11 @@ class Promoter:
         send, receive = trio.open_memory_channel[tuple[FileFacts, int]](0)
         trouble: list[str] = []
 
+        def hot_bytes() -> int:
+            return sum(hot.resident_bytes(self._cache.key(file.version)) for file in files)
+
+        before_bytes = hot_bytes()
+
         async def feed() -> None:
             async with send:
                 for file in files:
@@ -189,5 +194,5 @@ class Promoter:
             for _ in range(_AT_ONCE):
                 nursery.start_soon(work)
         await hot.flush()
-        self._statistics.promoted_bytes += sum(hot.resident_bytes(self._cache.key(file.version)) for file in files)
+        self._statistics.promoted_bytes += max(0, hot_bytes() - before_bytes)
         return trouble[0] if trouble else ""

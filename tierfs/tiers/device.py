@@ -82,7 +82,7 @@ class Device:
         self.lock = trio.Lock()
         self.readers = trio.CapacityLimiter(READ_THREADS)
         self.writers = trio.CapacityLimiter(WRITE_THREADS)
-        self.free_bytes = 0
+        self.free_bytes = self.size_bytes = 0  # of the file system
         self.written_bytes_per_s = 0.0
         self.credit = 0.0  # see choose
         # Saved late, in one transaction for many: see local.py.
@@ -102,7 +102,7 @@ class Device:
         self._housekeeping = trio.CapacityLimiter(1)
         self._probe_s = probe_s
         self._backoff_s = probe_s
-        self._device_number: int | None = None
+        self.device_number: int | None = None  # of the file system: two paths may be on one
         self.full = False  # what put it out of service is a lack of space
         self._short_bytes = 0  # what must be free before writes are tried again
 
@@ -162,20 +162,21 @@ class Device:
                 residency.close(clean=False)
             store.close()
             raise
-        self.store, self._residency, self.free_bytes = store, residency, free_bytes
+        self.store, self._residency = store, residency
+        self.free_bytes, self.size_bytes = free_bytes, size_bytes
         self.medium, self.residency_kind, self.residency_reason = found.medium, found.kind, found.reason
         self._buried = {}  # they were found among the dying ones
-        self._device_number = store.device_number()
+        self.device_number = store.device_number()
         return loaded
 
     def _check_same_device(self) -> None:
         """A directory that comes back on another device is an unmounted mount point: leave it alone."""
-        if self._device_number is None:
+        if self.device_number is None:
             return
         place = self.root
         while not place.exists():
             place = place.parent
-        if place.stat().st_dev != self._device_number:
+        if place.stat().st_dev != self.device_number:
             raise TierFailed(f"tier directory {self.root} is on another device than before: mount its device again")
 
     def _reconcile(self, store: ObjectStore, residency: PersistedResidency | None, loaded: Loaded) -> None:
@@ -279,7 +280,7 @@ class Device:
         """Refresh the free space; False when the directory is gone."""
         if not self.store.present():
             return False
-        self.free_bytes = self.store.free_bytes()
+        self.free_bytes, self.size_bytes = self.store.free_bytes(), self.store.size_bytes()
         return True
 
     def close(self, clean: bool) -> None:

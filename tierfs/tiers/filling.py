@@ -10,6 +10,7 @@ eviction, cancellation) each lease is released exactly once and each reservation
 """
 
 import errno
+import logging
 import os
 import sqlite3
 import time
@@ -24,6 +25,8 @@ from tierfs.tiers.index import Entry
 from tierfs.tiers.interface import TierStatistics
 from tierfs.tiers.objects import ObjectStore, OpenObject, allocated_bytes, drop_cached, write_block
 from tierfs.tiers.residency import StoredObject
+
+_log = logging.getLogger(__name__)
 
 # One sync and one transaction for this much: large enough that they cost little, small enough to be durable soon.
 _BATCH_BYTES = 64 << 20
@@ -125,6 +128,9 @@ class Filler:
             batch = self._take(device)
             try:
                 await self._write_batch(device, batch)
+            except Exception as error:  # a bug in one batch must not take the mount with it
+                _log.exception("write_ended_by_bug device=%s", device.root)
+                device.fault(error)
             finally:
                 for write in batch:
                     self._settle(write)
@@ -174,14 +180,16 @@ class Filler:
         files: dict[Entry, OpenObject] = {}
         for entry in entries:
             entry.writing += 1
+            entry.batches += 1
         try:
             started_s = time.perf_counter()
             await self._open(device, entries, files)
-            for entry in entries:
+            statuses = await trio.to_thread.run_sync(_status_all, list(files.values()), limiter=device.writers)
+            for entry, status in zip(files, statuses, strict=True):
                 # Not when another batch has written since, be it over or not: those times are ours.
                 if not entry.stamp_due:
-                    status = os.fstat(files[entry].fd)
-                    entry.compare((status.st_mtime_ns, status.st_ctime_ns))
+                    if status is not None:
+                        entry.compare((status.st_mtime_ns, status.st_ctime_ns))
                     entry.stamp_due = True
             await self._write(device, batch, files)
             written = [(files[w.entry], w.block * w.entry.block_bytes, w.length_bytes) for w in batch]
@@ -198,10 +206,13 @@ class Filler:
             if short:
                 self._on_full(device, batch[0].entry.model, short_bytes)
         finally:
+            with trio.CancelScope(shield=True):
+                left = await self._look(device, files)
+            # No checkpoint from here to where the reservations are given back: see Filler.run.
             for entry in entries:
                 entry.writing -= 1
                 if entry in files:
-                    self._measure(entry, files[entry])
+                    self._measure(entry, left.get(entry), batch)
                     self._descriptors.give_back(files[entry])
 
     async def _room(self) -> bool:
@@ -281,17 +292,31 @@ class Filler:
                 self._statistics.written_blocks += 1
                 self._statistics.written_bytes += write.length_bytes
 
-    def _measure(self, entry: Entry, opened: OpenObject) -> None:
-        try:
-            status = os.fstat(opened.fd)
-        except OSError:
+    async def _look(self, device: Device, files: dict[Entry, OpenObject]) -> dict[Entry, os.stat_result | None]:
+        """How this batch leaves the objects that no other batch writes to; None where that cannot be had."""
+        looked: dict[Entry, tuple[int, os.stat_result | None]] = {}
+        while True:
+            due = [e for e in files if e.writing == 1 and (e not in looked or looked[e][0] != e.batches)]
+            if not due:
+                return {entry: status for entry, (_, status) in looked.items()}
+            batches = [entry.batches for entry in due]  # another that comes and goes meanwhile leaves it to us
+            opened = [files[entry] for entry in due]
+            statuses = await trio.to_thread.run_sync(_status_all, opened, limiter=device.writers)
+            looked.update(zip(due, zip(batches, statuses, strict=True), strict=True))
+
+    def _measure(self, entry: Entry, status: os.stat_result | None, batch: Sequence[Write]) -> None:
+        if entry.writing:
+            # What another batch has written is on the device already, and reserved still: only ours is counted.
+            ours = sum(w.cost_bytes for w in batch if w.entry is entry and entry.has(w.block))
+            self._space.set_allocated(entry, entry.allocated_bytes + ours)
+            return
+        if status is None:
             return  # the next read finds out and tells
         self._space.set_allocated(entry, allocated_bytes(status))
-        if entry.writing == 0:
-            entry.stamp = (status.st_mtime_ns, status.st_ctime_ns)
-            entry.stamp_due = False
-            if entry.device.persistent:
-                entry.device.stamps[entry.name] = entry.stamp
+        entry.stamp = (status.st_mtime_ns, status.st_ctime_ns)
+        entry.stamp_due = False
+        if entry.device.persistent:
+            entry.device.stamps[entry.name] = entry.stamp
 
 
 def _parts(batch: Sequence[Write]) -> Iterator[list[Write]]:
@@ -317,6 +342,16 @@ def _open_all(store: ObjectStore, wanted: Sequence[tuple[bytes, int]]) -> list[O
             one.close()
         raise
     return opened
+
+
+def _status_all(files: Sequence[OpenObject]) -> list[os.stat_result | None]:
+    statuses: list[os.stat_result | None] = []
+    for opened in files:
+        try:
+            statuses.append(os.fstat(opened.fd))
+        except OSError:
+            statuses.append(None)
+    return statuses
 
 
 def _write_part(jobs: Sequence[tuple[OpenObject, int, memoryview]]) -> None:

@@ -11,7 +11,7 @@ The *stamp* of an object is its file's mtime and ctime after our own last write.
 wrote there: then nothing counts as verified until its digest was compared again, in this run and in the next one too.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import TYPE_CHECKING
 
 from tierfs.blocks.ids import ID_BYTES, BlockDigest, ObjectKey
@@ -25,7 +25,7 @@ class Entry:
     """One object. ``name`` names its file for ever; ``key`` is what it is known as now (its content id, once known)."""
 
     __slots__ = (
-        "aliases", "allocated_bytes", "block_bytes", "device", "digests", "found_good", "gone", "handed_out",
+        "aliases", "allocated_bytes", "batches", "block_bytes", "device", "digests", "found_good", "gone", "handed_out",
         "handed_out_saved", "key", "last_use_s", "model",
         "model_bytes", "name", "path", "pending", "removing", "resident", "resident_blocks", "resident_bytes",
         "size_bytes", "stamp", "stamp_due", "stamp_serial", "unwritable", "verified", "writing",
@@ -55,6 +55,7 @@ class Entry:
         self.pending: set[int] = set()
         self.unwritable: set[int] = set()  # blocks that lie on bad memory: they keep it from others
         self.writing = 0  # batches that write to the file now
+        self.batches = 0  # that have begun to in this run
         self.stamp: tuple[int, int] | None = None
         self.stamp_due = False  # written to since the stamp was taken
         self.stamp_serial = 0  # grows whenever the verified flags were lost
@@ -161,3 +162,13 @@ class Index:
         if stays is not None:
             stays.aliases.add(version)
         return stays, loser
+
+    def retain(self, versions: Set[bytes], *, pinned: Callable[[ObjectKey], bool]) -> None:
+        """Forget what all other versions mean, since each publication brings new ones; not of pinned content, which
+        is unpinned by the key it was pinned by.
+        """
+        self._content = {
+            version: content for version, content in self._content.items() if version in versions or pinned(content)
+        }
+        for entry in self._entries.values():
+            entry.aliases = {alias for alias in entry.aliases if alias in self._content}

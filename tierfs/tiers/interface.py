@@ -4,6 +4,7 @@ A *source* is what the cold tier reads from: a remote export or a directory. A *
 The block cache is their only caller on the daemon; the server is the other caller of a directory source.
 """
 
+from collections.abc import Set
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -252,6 +253,9 @@ class LocalTier(Protocol):
 
     def alias(self, version: ObjectKey, content: ObjectKey) -> None:
         """The content id of a version became known: from now on both keys mean the same object."""
+
+    def retain(self, versions: Set[bytes]) -> None:
+        """Nobody asks for another version any more: what the others turned out to be may be forgotten."""
 
     def touch(self, key: ObjectKey) -> None:
         """A file view of that content was opened (feeds placement)."""

@@ -13,7 +13,7 @@ import errno
 import logging
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -326,6 +326,10 @@ class DirectoryTier:
         if stays is not None and stays.device.persistent:
             stays.device.keys.append((stays.name, stays.key, version))
 
+    def retain(self, versions: Set[bytes]) -> None:
+        """See LocalTier."""
+        self._index.retain(versions, pinned=self._placement.pinned)
+
     def touch(self, key: ObjectKey) -> None:
         """See LocalTier. An open of content whose model is not known yet counts when its first block is offered."""
         key = self._index.canonical(key)
@@ -459,15 +463,24 @@ class DirectoryTier:
             with trio.move_on_after(_TICK_S):
                 await device.reclaim.wait()
             device.reclaim = trio.Event()
-            # An incoming block makes its room by itself. What is there already gives way to nothing but a smaller
-            # capacity: a model that ends a few metadata blocks above the high mark would be evicted for nothing.
-            if self._space.used_bytes - self._space.leaving_bytes > self._watermarks.capacity_bytes:
-                self._make_room(0, None)
-            await self._removals.finish(device)
-            if trio.current_time() - saved_s >= _SAVE_S:
+            save = trio.current_time() - saved_s >= _SAVE_S
+            if save:
                 saved_s = trio.current_time()
-                self._placement.heats.forget_cold(self._clock(), {entry.model for entry in self._index})
-                await self._save(device)
+            try:
+                await self._keep_once(device, save=save)
+            except Exception as error:  # a bug must not take the mount with it
+                _log.exception("keeping_ended_by_bug device=%s", device.root)
+                device.fault(error)
+
+    async def _keep_once(self, device: Device, *, save: bool) -> None:
+        # An incoming block makes its room by itself. What is there already gives way to nothing but a smaller
+        # capacity: a model that ends a few metadata blocks above the high mark would be evicted for nothing.
+        if self._space.used_bytes - self._space.leaving_bytes > self._watermarks.capacity_bytes:
+            self._make_room(0, None)
+        await self._removals.finish(device)
+        if save:
+            self._placement.heats.forget_cold(self._clock(), {entry.model for entry in self._index})
+            await self._save(device)
 
     async def _save(self, device: Device, *, abandon: bool = False) -> None:
         async with device.lock:
@@ -568,12 +581,12 @@ class DirectoryTier:
 
     def _measure_capacity(self) -> None:
         """What is configured, but never more than the file systems can hold; two paths may be on one."""
-        stores = {one.store.device_number(): one for one in self._devices if one.readable}
+        stores = {one.device_number: one for one in self._devices if one.readable}
         if self._capacity_bytes is None:
             free_bytes = sum(one.free_bytes for one in stores.values())
             capacity_bytes = int(_AUTOMATIC_PART * (free_bytes + self._space.allocated_bytes + self._space.dying_bytes))
         else:
-            largest_bytes = sum(one.store.size_bytes() for one in stores.values())
+            largest_bytes = sum(one.size_bytes for one in stores.values())
             capacity_bytes = min(self._capacity_bytes, int(_LARGEST_PART * largest_bytes))
         self._watermarks = replace(self._watermarks, capacity_bytes=capacity_bytes)
         self._statistics.capacity_bytes = capacity_bytes
