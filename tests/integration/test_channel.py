@@ -317,7 +317,7 @@ def test_an_aborted_connection_leaves_no_dead_mount(
     minor = os.minor(os.stat(mounted.path).st_dev)
     Path(f"/sys/fs/fuse/connections/{minor}/abort").write_text("1")
     eventually(
-        lambda: not os.path.ismount(mounted.path), "the channel unmounts what cannot be used any more", within_s=10
+        lambda: not os.path.ismount(mounted.path), "the channel unmounts what is of no use", within_s=10
     )
     eventually(lambda: not runs(mounted.pid), "the daemon ends")
     mounted.mount()

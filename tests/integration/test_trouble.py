@@ -269,15 +269,19 @@ def test_a_model_larger_than_warm_does_not_thrash_it(
     mounted = mount(
         serve(models).url, warm=warm_tier(tmp_path, "80MiB"), extra='[memory]\nlimit = "64MiB"\n'
     )  # 20 blocks of 30
+    seen = []
     for _ in range(2):
         drop_caches()
         assert sum_of(mounted.path / "big" / "model.bin") == hashlib.sha256(want).hexdigest()
         eventually(lambda: mounted.status()["tiers"]["warm"]["queued_bytes"] == 0, "all is written")
-    status = mounted.status()
-    assert status["tiers"]["warm"]["used_bytes"] <= 80 << 20
-    assert status["tiers"]["warm"]["evicted_blocks"] == 0
-    # the second pass hits for most of the tier: at most 30 + (30 - 15) fetches
-    assert status["source"]["fetched_blocks"] <= 45
+        seen.append(mounted.status())
+    first, second = seen
+    kept = first["tiers"]["warm"]["used_bytes"] // BLOCK  # fewer than fit where the disk was slower than the source
+    assert kept >= 10
+    assert second["tiers"]["warm"]["used_bytes"] <= 80 << 20
+    assert second["tiers"]["warm"]["evicted_blocks"] == 0
+    # whatever the first pass kept, the second finds
+    assert second["source"]["fetched_blocks"] - first["source"]["fetched_blocks"] <= 30 - kept
 
 
 @pytest.mark.parametrize(("before", "after"), [("1MiB", "4MiB"), ("4MiB", "1MiB")])
