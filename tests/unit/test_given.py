@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.processes import tierfs
-from tierfs.app import mount as app_mount
+from tierfs.app import places
 from tierfs.blocks.errors import MountFailed
 from tierfs.config.load import load_mount_config
 from tierfs.control import registry
@@ -51,7 +51,7 @@ def test_what_is_no_mounted_dev_fuse_is_refused() -> None:
 
 def test_a_name_belongs_to_one_mount_and_is_free_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(registry.ENVIRONMENT, str(tmp_path / "run"))
-    monkeypatch.setattr(app_mount, "_STOP_LIMIT_S", -2.0)  # how long one that ends is waited for
+    monkeypatch.setattr(places, "ENDING_S", -2.0)  # how long one that ends is waited for
     file = tmp_path / "mount.toml"
     file.write_text(f'[source]\nurl = "dir:{tmp_path}"\n')
     config = load_mount_config(file, {})
@@ -59,10 +59,10 @@ def test_a_name_belongs_to_one_mount_and_is_free_after_it(tmp_path: Path, monkey
     record = registry.Record("/models", os.getpid(), start, str(registry.socket_path("/models")), str(file), given=True)
     registry.write(record)
     with pytest.raises(MountFailed, match="another --name"):
-        app_mount.clear_the_way(config, "/models", given=True)
-    app_mount.clear_the_way(config, "/dev/fd/3", given=True)
+        places.clear_the_way(config, "/models", given=True)
+    places.clear_the_way(config, "/dev/fd/3", given=True)
     registry.write(registry.Record("/models", os.getpid(), start + 1, record.socket, str(file), given=True))
-    app_mount.clear_the_way(config, "/models", given=True)
+    places.clear_the_way(config, "/models", given=True)
     assert registry.records() == []
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tierfs.app.mount import check_largest_read
+from tierfs.app.parts import check_largest_read
 from tierfs.blocks.errors import MountFailed
 
 KIB, MIB = 1 << 10, 1 << 20

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from tierfs.app.mount import check_places
+from tierfs.app.places import check_places
 from tierfs.blocks.errors import ConfigError, MountFailed
 from tierfs.config.addresses import Address, parse_metrics_listen
 from tierfs.config.load import load_mount_config

@@ -13,24 +13,22 @@ write their clean-stop mark. A watchdog ends the process if a stuck disk or sour
 """
 
 import contextlib
-import ctypes
 import gc
 import logging
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from pathlib import Path
+from dataclasses import dataclass
 
 import trio
 
-from tierfs.app import launch, scraped
+from tierfs.app import launch, places, scraped
 from tierfs.app.limits import memory_notes, raise_descriptor_limit
+from tierfs.app.parts import check_largest_read, make_source, make_tiers, offer_memory
 from tierfs.app.reload import Reloader, Reread
-from tierfs.app.secrets import client_tls
 from tierfs.blocks.errors import ConfigError, ControlError, MountFailed, SourceUnavailable, TierfsError, first
 from tierfs.blocks.ids import VersionId
 from tierfs.blocks.units import format_bytes
@@ -42,8 +40,6 @@ from tierfs.catalog.pin_store import PinStore
 from tierfs.catalog.remembered import Remembered
 from tierfs.catalog.schema import Kind, Publication
 from tierfs.catalog.superseded import SupersededStore
-from tierfs.config import addresses
-from tierfs.config.relations import load_token
 from tierfs.config.schema import MountConfig
 from tierfs.control import commands, operate, registry
 from tierfs.control import socket as control_socket
@@ -56,138 +52,21 @@ from tierfs.fuse.kernel import KernelLimits, apply_limits, mount_at
 from tierfs.fuse.operations import Operations, Presentation
 from tierfs.fuse.session import Session
 from tierfs.policy.readahead import ReadaheadConfig
-from tierfs.tiers.directory import DirectorySource
 from tierfs.tiers.interface import LocalTier, Source
 from tierfs.tiers.local import DirectoryTier
-from tierfs.tiers.remote import RemoteSource
-from tierfs.tiers.remote_rdma import RdmaReader
-from tierfs.transport.rdma.pyverbs_device import PyVerbs
-from tierfs.wire.channel import PARTS_MAX
 
 log = logging.getLogger(__name__)
 
-_MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8  # umount2(2)
 _BLOCKS_MIN = 16
 _REMEMBERED_AFTER_S = 5.0  # how long a start waits for the source when it has a remembered publication
-_STOP_LIMIT_S = 8.0  # after this the watchdog ends the process; the promise is 10 s
 _TOLD_S = 1.0  # a channel that is stopped does not answer
 _UNMOUNTED_S = 2.0  # the channel unmounts when it is told that the mount shall end
-_READ_BYTES = 256 * 4096  # the kernel's largest read: the channel asks for no more
-_RDMA_TIMEOUT_S = 10.0  # of the READs of one block, at most
 _CONTENT_BATCH_S = 1.0  # content ids arrive one by one while the server digests
 
 
-def unmount_dead(mountpoint: str) -> None:
-    """Clear what a killed daemon left at a mountpoint. Raises MountFailed if one that lives has it.
-
-    A daemon that is just starting or ending there is waited for, up to the time an ending one gives itself.
-    """
-    _wait_for_the_name(mountpoint, given=False)
-    while (entry := mount_at(mountpoint)) is not None and entry.file_system == "fuse.tierfs":
-        detach(mountpoint)
-        log.info("dead_mount_cleared mountpoint=%s", mountpoint)
-    registry.remove(mountpoint)
-
-
-def _wait_for_the_name(mountpoint: str, *, given: bool) -> None:
-    deadline_s = time.monotonic() + _STOP_LIMIT_S + 2
-    while living := [one for one in registry.records() if one.mountpoint == mountpoint and one.running]:
-        # A daemon without its channel ends by itself, and its mount is dead already.
-        mounted = not given and mount_at(mountpoint) is not None and any(record.alive for record in living)
-        if mounted or time.monotonic() > deadline_s:
-            pid = next((one.pid for one in registry.records() if one.mountpoint == mountpoint and one.running), 0)
-            if pid and given:
-                raise MountFailed(f"{mountpoint} is the name of the mount of pid {pid}: give this one another --name")
-            if pid:
-                what = "already mounted by" if mounted else "being mounted or unmounted by"
-                raise MountFailed(f"{mountpoint} is {what} the daemon with pid {pid}")
-        time.sleep(0.02)
-
-
-def detach(mountpoint: str) -> None:
-    """Take the mount away, lazily. Raises MountFailed."""
-    if os.geteuid() == 0:
-        # Not umount(8), which looks at the mount before, and waits for a daemon that hangs.
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.umount2(os.fsencode(mountpoint), _MNT_DETACH | _UMOUNT_NOFOLLOW) and mount_at(mountpoint) is not None:
-            raise MountFailed(f"cannot unmount {mountpoint}: {os.strerror(ctypes.get_errno())}")
-        return
-    try:
-        command = ["fusermount3", "-u", "-z", mountpoint]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise MountFailed(f"cannot unmount {mountpoint}: {error}") from error
-    if done.returncode != 0 and mount_at(mountpoint) is not None:
-        raise MountFailed(f"cannot unmount {mountpoint}: {done.stderr.strip()}")
-
-
-def clear_the_way(config: MountConfig, mountpoint: str, *, given: bool = False) -> None:
-    """What must be done, or refused, before anything is mounted there. Raises MountFailed.
-
-    ``given``: somebody else has mounted, and ``mountpoint`` but names it. What is at that place here is not looked at.
-    """
-    if given:
-        _wait_for_the_name(mountpoint, given=True)
-        registry.remove(mountpoint)
-        check_tiers(config)
-        return
-    unmount_dead(mountpoint)
-    check_places(config, mountpoint)
-
-
-def check_places(config: MountConfig, mountpoint: str) -> None:
-    """Refuse a mountpoint that cannot work, with the reason. Never touches a mounted tierfs."""
-    path = Path(mountpoint)
-    if not path.exists():
-        raise MountFailed(f"{mountpoint} does not exist: make it with mkdir -p")
-    if not path.is_dir():
-        raise MountFailed(f"{mountpoint} is not a directory: mount on an existing, empty directory")
-    tiers = [Path(place).resolve() for place in tier_paths(config)]
-    for tier in tiers:
-        if tier in path.parents:
-            raise MountFailed(f"the mountpoint {mountpoint} lies inside the tier directory {tier}")
-    check_tiers(config)
-    directory = source_directory(config)
-    # Everything the daemon itself reads or writes: through its own mount it would wait for itself, for ever.
-    others = [
-        config.state_dir, config.log.file, config.source.token_file, config.source.tls_ca_file, directory,
-        scraped.socket_of(config.metrics),
-    ]  # fmt: skip
-    for place in tiers + [Path(other).resolve() for other in others if other is not None]:
-        if place == path or path in place.parents:
-            raise MountFailed(f"{place} lies inside the mountpoint {mountpoint}: tierfs would wait for itself")
-
-
-def check_tiers(config: MountConfig) -> None:
-    """Refuse tiers and a source that lie inside each other. Raises MountFailed."""
-    directory = source_directory(config)
-    if directory is None:
-        return
-    source = directory.resolve()
-    for tier in [Path(place).resolve() for place in tier_paths(config)]:
-        if tier == source or source in tier.parents or tier in source.parents:
-            raise MountFailed(f"the tier directory {tier} and the source {source} lie inside each other")
-
-
-def tier_paths(config: MountConfig) -> list[str]:
-    """All directories of the local tiers."""
-    return [str(path) for path in launch.tier_directories(config)]
-
-
-def mount(
-    config: MountConfig,
-    mountpoint: str,
-    *,
-    channel: Channel | None,
-    config_path: str,
-    reread: Reread,
-    given_keys: frozenset[str],
-    options: list[str],
-    log_file: str,
-    ready: Callable[[str], None],
-    given_fd: int | None = None,
-) -> None:
-    """Mount and serve until unmounted or told to stop (SIGTERM, SIGINT, the control socket).
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """What a daemon is started with.
 
     ``channel`` is what started this process, if a channel did: the mount is then the channel's, and being told to stop
     by a signal or by the channel leaves it there for the next daemon.
@@ -195,55 +74,51 @@ def mount(
     With ``given_fd`` somebody else has mounted (fuse/given.py): ``mountpoint`` only names the mount, and the descriptor
     of that number is its /dev/fuse; under a channel, which has it, only its being given counts.
 
-    ``reread`` gives the configuration anew for a reload; ``given_keys`` are those that this one was given.
+    ``reread`` gives the configuration anew for a reload; ``given_keys`` are those that this one was given. ``options``
+    and ``config_path`` are for the record of the mount, by which it is started again. ``ready`` is called once
+    readers may come, with what a person should know all the same, or nothing.
+    """
 
-    ``ready`` is called once readers may come, with what a person should know all the same, or nothing. Raises a
-    TierfsError when the mount cannot be made.
+    config: MountConfig
+    mountpoint: str
+    channel: Channel | None
+    config_path: str
+    reread: Reread
+    given_keys: frozenset[str]
+    options: list[str]
+    log_file: str
+    ready: Callable[[str], None]
+    given_fd: int | None = None
+
+
+def mount(start: Start) -> None:
+    """Mount and serve until unmounted or told to stop (SIGTERM, SIGINT, the control socket).
+
+    Raises a TierfsError when the mount cannot be made.
     """
     raise_descriptor_limit()
+    channel, given = start.channel, start.given_fd is not None
     if channel is None or channel.epoch == 1:
-        clear_the_way(config, mountpoint, given=given_fd is not None)
-    daemon = _Mount(
-        config, mountpoint, channel, config_path, reread, given_keys, options, log_file, ready, given_fd
-    )  # fmt: skip
+        places.clear_the_way(start.config, start.mountpoint, given=given)
+    daemon = _Mount(start)
     try:
         trio.run(daemon.run)
     except* TierfsError as group:
         raise first(group) from group
     finally:
-        if channel is None or not (daemon.replaced if given_fd is not None else mount_at(mountpoint)):
-            registry.remove(mountpoint)
+        if channel is None or not (daemon.replaced if given else mount_at(start.mountpoint)):
+            registry.remove(start.mountpoint)
 
 
 class _Mount:
-    def __init__(
-        self,
-        config: MountConfig,
-        mountpoint: str,
-        channel: Channel | None,
-        config_path: str,
-        reread: Reread,
-        given_keys: frozenset[str],
-        options: list[str],
-        log_file: str,
-        ready: Callable[[str], None],
-        given_fd: int | None,
-    ) -> None:
+    def __init__(self, start: Start) -> None:
         self.replaced = False  # another daemon of this mount was announced
-        self._given_fd = given_fd
-        self._config = config
-        self._mountpoint = mountpoint
-        self._channel = channel
-        self._config_path = config_path
-        self._reread = reread
-        self._given_keys = given_keys
+        self._start = start
+        self._config, self._mountpoint, self._channel = start.config, start.mountpoint, start.channel
         self._reloader: Reloader | None = None
-        self._options = options
-        self._log_file = log_file
-        self._ready = ready
         self._stopping = trio.Event()
         self._note = ""
-        self._state = launch.state_directory(config, mountpoint)
+        self._state = launch.state_directory(start.config, start.mountpoint)
         try:
             self._state.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -251,7 +126,7 @@ class _Mount:
         self._remembered = Remembered(self._state)
         self._superseded = SupersededStore(self._state / "superseded.json")
         self._pin_store = PinStore(self._state / "pins.json")
-        self._taking_over = channel is not None and channel.epoch > 1
+        self._taking_over = start.channel is not None and start.channel.epoch > 1
         self._before: Publication | None = None  # what the daemon before this one showed
 
     async def run(self) -> None:
@@ -303,7 +178,7 @@ class _Mount:
                 await self._channel.set_pool(pool)
                 pool.sweep = self._channel.sweep
                 self._channel.on_read_failed = cache.failed
-            await _offer_memory(source, pool)
+            await offer_memory(source, pool)
             cache.learn(publication.contents)
             cache.is_pinned = pins.is_pinned
             await outer.start(_running, cache)
@@ -368,8 +243,8 @@ class _Mount:
         operations = Operations(filesystem, presentation, channel)
         self._reloader = Reloader(
             self._config,
-            self._reread,
-            self._given_keys,
+            self._start.reread,
+            self._start.given_keys,
             channel=channel is not None,
             filesystem=filesystem,
             prefetcher=prefetcher,
@@ -385,7 +260,7 @@ class _Mount:
                     self._mountpoint,
                     allow_other=options.allow_other,
                     channel=channel,
-                    given_fd=self._given_fd,
+                    given_fd=self._start.given_fd,
                 )
             )
             nursery = await stack.enter_async_context(trio.open_nursery())
@@ -420,11 +295,11 @@ class _Mount:
         if self._channel is not None:
             await self._mount_by_channel(self._channel)
             return
-        if self._given_fd is not None:
+        if self._start.given_fd is not None:
             # Its place may not be visible here; what is asked there meanwhile, the INIT first, waits in the kernel.
             daemon.kernel.notes.append("the kernel's limits are left to whoever has mounted (direct mode)")
             log.info("serving name=%s source=%s", self._mountpoint, self._config.source.url)
-            self._ready(self._note)
+            self._start.ready(self._note)
             return
         # The kernel resets its limits when it takes the INIT reply: look through the mount once, so that this is over.
         await trio.to_thread.run_sync(os.statvfs, self._mountpoint, abandon_on_cancel=True)
@@ -434,22 +309,22 @@ class _Mount:
         for note in daemon.kernel.notes:
             log.warning("kernel_limit %s", note)
         log.info("mounted mountpoint=%s source=%s", self._mountpoint, self._config.source.url)
-        self._ready(self._note)
+        self._start.ready(self._note)
 
     async def _mount_by_channel(self, channel: Channel) -> None:
         await channel.mount()
         if channel.epoch > 1:
             log.info("taken_over mountpoint=%s epoch=%d", self._mountpoint, channel.epoch)
             return
-        if self._given_fd is not None:
+        if self._start.given_fd is not None:
             log.info("serving name=%s source=%s by=channel", self._mountpoint, self._config.source.url)
-            self._ready(self._note)
+            self._start.ready(self._note)
             return
         # An answer through the mount says that the INIT is over. Another user than the mount's may get none.
         with contextlib.suppress(OSError):
             await trio.to_thread.run_sync(os.statvfs, self._mountpoint, abandon_on_cancel=True)
         log.info("mounted mountpoint=%s source=%s by=channel", self._mountpoint, self._config.source.url)
-        self._ready(self._note)
+        self._start.ready(self._note)
 
     def _register(self) -> None:
         """Before the mount is there: another command must not take it for one whose daemon is dead."""
@@ -461,12 +336,12 @@ class _Mount:
                 pid=pid,
                 started=registry.process_start(pid),
                 socket=str(registry.socket_path(self._mountpoint)),
-                config=self._config_path,
-                log_file=self._log_file,
+                config=self._start.config_path,
+                log_file=self._start.log_file,
                 daemon_pid=0 if self._channel is None else daemon,
                 daemon_started=0 if self._channel is None else registry.process_start(daemon),
-                options=self._options,
-                given=self._given_fd is not None,
+                options=self._start.options,
+                given=self._start.given_fd is not None,
             )
         )
 
@@ -498,7 +373,7 @@ class _Mount:
             log.error("reload_refused reason=%r", str(error))
 
     def _mode_reason(self) -> str:
-        by = "" if self._given_fd is None else "; somebody else has mounted"
+        by = "" if self._start.given_fd is None else "; somebody else has mounted"
         if self._channel is None:
             return launch.plan(self._config).reason + by
         return f'mount.mode is "{self._config.mount.mode}" and {launch.PROGRAM} is installed{by}'
@@ -519,10 +394,10 @@ class _Mount:
         try:
             if self._channel is not None:
                 await self._channel.stopping(unmount=True)
-            if self._given_fd is not None:
+            if self._start.given_fd is not None:
                 pass  # not ours to unmount: it ends with the descriptor
             elif self._channel is None:
-                await trio.to_thread.run_sync(detach, self._mountpoint)
+                await trio.to_thread.run_sync(places.detach, self._mountpoint)
             else:
                 with trio.move_on_after(_UNMOUNTED_S):
                     while mount_at(self._mountpoint) is not None:  # noqa: ASYNC110 - the kernel's table is only looked at
@@ -535,7 +410,7 @@ class _Mount:
     async def _first_publication(self, source: Source) -> Publication:
         remembered = await trio.to_thread.run_sync(self._remembered.load)
         timeout_s = float(self._config.source.timeout)
-        directory = source_directory(self._config)
+        directory = places.source_directory(self._config)
         if remembered is None and directory is not None and not directory.is_dir():
             raise SourceUnavailable(f"source.url: the directory {directory} is not there")
         with trio.move_on_after(timeout_s if remembered is None else min(timeout_s, _REMEMBERED_AFTER_S)):
@@ -590,109 +465,6 @@ class _Mount:
             await trio.sleep(_CONTENT_BATCH_S)
 
 
-def check_largest_read(block_bytes: int, *, memory_limit_bytes: int) -> None:
-    """Refuse blocks of which the kernel's largest read touches more than the channel takes in one reply, or than half
-    of the memory (what requests under way may hold together) has twice. Raises MountFailed.
-    """
-    blocks = _READ_BYTES // block_bytes + 1
-    if memory_limit_bytes < 4 * blocks * block_bytes:
-        raise MountFailed(
-            f"memory.limit is {format_bytes(memory_limit_bytes)}, but a read of the kernel touches {blocks} of the"
-            f" export's blocks of {format_bytes(block_bytes)}: set at least {format_bytes(4 * blocks * block_bytes)}"
-        )
-    if blocks > PARTS_MAX:
-        raise MountFailed(
-            f"the export's blocks of {format_bytes(block_bytes)} are too small for the channel: serve it with larger"
-            ' ones, or set mount.mode = "direct"'
-        )
-
-
-def source_directory(config: MountConfig) -> Path | None:
-    """The directory of a ``dir:`` source; None where the source is remote."""
-    source = addresses.parse_source_url(config.source.url)
-    return Path(source.path) if isinstance(source, addresses.DirectorySource) else None
-
-
-def make_source(config: MountConfig) -> Source:
-    """The source the configuration names."""
-    settings = config.source
-    directory = source_directory(config)
-    if directory is not None:
-        return DirectorySource(
-            directory,
-            name=str(directory),
-            block_bytes=int(settings.block_size),
-            state_directory=None,
-            rescan_s=settings.rescan,
-            digest=False,
-        )
-    rdma, reason = None, ""
-    if settings.transport == "tcp":
-        reason = 'source.transport is "tcp"'
-    elif settings.tls:
-        reason = "source.tls is on, and RDMA does not encrypt"
-    else:
-        # Two tries, a lease and a READ each, and then TCP: all within the reader's deadline.
-        rdma = RdmaReader(PyVerbs, source=settings.url, timeout_s=min(_RDMA_TIMEOUT_S, settings.timeout / 8))
-    return RemoteSource(
-        settings.url,
-        rdma=rdma,
-        rdma_only=settings.transport == "rdma",
-        no_rdma_reason=reason,
-        token=None if settings.token_file is None else load_token(settings.token_file),
-        connections=settings.connections,
-        tls=client_tls(enabled=settings.tls, ca_file=settings.tls_ca_file),
-        # A silent server must be given up often enough for another try within the reader's deadline.
-        request_timeout_s=min(15.0, settings.timeout / 2),
-    )
-
-
-async def _offer_memory(source: Source, pool: BufferPool) -> None:
-    """Let RDMA begin, where the source has it. Raises MountFailed where it is wanted alone and cannot be had."""
-    if not isinstance(source, RemoteSource):
-        return
-    try:
-        await source.use_memory(pool.memory, block_bytes=pool.block_bytes, key="memory.limit")
-    except SourceUnavailable as error:
-        raise MountFailed(
-            f'source.transport is "rdma", which cannot be used: {error}; "auto" goes over TCP then'
-        ) from error
-
-
-def make_tiers(config: MountConfig, block_bytes: int, *, starts_without: bool) -> list[DirectoryTier]:
-    """Hot, then warm, as far as they are configured. ``starts_without``: see DirectoryTier."""
-    tiers: list[DirectoryTier] = []
-    # Blocks that wait to be written hold buffers of the pool; a quarter of it is the most they may take.
-    queue_limit = config.memory.limit // 4
-    if config.hot:
-        tiers.append(
-            DirectoryTier(
-                "hot",
-                [Path(config.hot.path)],
-                block_bytes=block_bytes,
-                capacity_bytes=config.hot.capacity,
-                write_queue_bytes=queue_limit,
-                mapped=True,
-                starts_without=starts_without,
-            )
-        )
-    if config.warm:
-        tiers.append(
-            DirectoryTier(
-                "warm",
-                [Path(path) for path in config.warm.directories],
-                block_bytes=block_bytes,
-                capacity_bytes=config.warm.capacity,
-                high_watermark=config.warm.high_watermark,
-                low_watermark=config.warm.low_watermark,
-                write_queue_bytes=min(config.warm.write_queue, queue_limit),
-                mapped=False,
-                starts_without=starts_without,
-            )
-        )
-    return tiers
-
-
 async def _running(
     part: Source | LocalTier | BlockCache | Prefetcher | Channel, *, task_status: "trio.TaskStatus[None]"
 ) -> None:
@@ -701,6 +473,6 @@ async def _running(
 
 def _watchdog() -> None:
     """End the process after a while whatever still hangs: a disk that never answers must not keep an unmount."""
-    timer = threading.Timer(_STOP_LIMIT_S, lambda: os._exit(1))
+    timer = threading.Timer(places.ENDING_S, lambda: os._exit(1))
     timer.daemon = True
     timer.start()

@@ -23,7 +23,7 @@ from typing import IO, Annotated
 
 import typer
 
-from tierfs.app import launch, logs, notify
+from tierfs.app import launch, logs, notify, places
 from tierfs.app import mount as app_mount
 from tierfs.blocks.errors import ControlError, MountFailed, TierfsError
 from tierfs.cli.errors import one_line
@@ -92,16 +92,18 @@ def mount(
                 style=settings.log.format,
             )
             app_mount.mount(
-                settings,
-                place,
-                channel=channel,
-                config_path=str(file),
-                reread=lambda: (load_mount_config(file, changes), given_keys(file, changes)),
-                given_keys=given_keys(file, changes),
-                options=option or [],
-                log_file=log_file if daemon else "",
-                ready=lambda note: _tell_ready(waiting, place, note, unit=not daemon and channel_is_first),
-                given_fd=fuse_fd,
+                app_mount.Start(
+                    config=settings,
+                    mountpoint=place,
+                    channel=channel,
+                    config_path=str(file),
+                    reread=lambda: (load_mount_config(file, changes), given_keys(file, changes)),
+                    given_keys=given_keys(file, changes),
+                    options=option or [],
+                    log_file=log_file if daemon else "",
+                    ready=lambda note: _tell_ready(waiting, place, note, unit=not daemon and channel_is_first),
+                    given_fd=fuse_fd,
+                )
             )
         except TierfsError as error:
             logging.getLogger(__name__).error("daemon_ended reason=%r", " ".join(str(error).split()))
@@ -142,7 +144,7 @@ def unmount(mountpoint: Annotated[str, typer.Argument(help="Where the tierfs is 
         if any(record.given for record in found):
             registry.remove(place)  # it has ended; the mount is for whoever made it to unmount
         else:
-            app_mount.unmount_dead(place)
+            places.unmount_dead(place)
 
 
 def overrides(options: list[str] | None) -> dict[str, object]:
@@ -207,7 +209,7 @@ def _become_channel(settings: MountConfig, config: Path, place: str, fuse_fd: in
     program = launch.plan(settings).program
     if program is None:
         return
-    app_mount.clear_the_way(settings, place, given=fuse_fd is not None)
+    places.clear_the_way(settings, place, given=fuse_fd is not None)
     launch.prepare(settings, place)
     daemon = _daemon_command(config, place, fuse_fd, options, None)
     command = launch.command(program, settings, place, daemon, fuse_fd=fuse_fd)
@@ -230,7 +232,7 @@ def _start_daemon(
         errors: IO[bytes] | None = None
         start = 0
         if program is not None:
-            app_mount.clear_the_way(settings, place, given=fuse_fd is not None)
+            places.clear_the_way(settings, place, given=fuse_fd is not None)
             launch.prepare(settings, place)
             command = launch.command(program, settings, place, command, fuse_fd=fuse_fd, keep_fd=send)
             errors = _errors_file(settings, place)
@@ -303,7 +305,7 @@ def _end_daemon(record: registry.Record, place: str) -> None:
         if record.channel or record.given:
             _kill(record.pid, signal.SIGTERM, record.alive)  # it unmounts, whatever its daemon does
         else:
-            app_mount.detach(place)
+            places.detach(place)
     if _ended(record, _STOP_S):
         return
     # A crash is what they are made for; what hangs would keep the mount for ever.
