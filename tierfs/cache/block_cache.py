@@ -485,10 +485,12 @@ class BlockCache:
         if len(self._timed_out) > _TIMED_OUT_MAX:
             self._timed_out.clear()
         self._timed_out[(key, block)] = trio.current_time()
-        raise SourceTimeout(
+        late = SourceTimeout(
             f"block {block} of {file.name} did not arrive in {self._timeout_s:g} s"
             f" (source {self.source.statistics().state})"
         )
+        _log_failure(file, block, late)
+        raise late
 
     def _start(self, file: FileFacts, key: ObjectKey, block: int, *, demand: bool) -> Load:
         if self._nursery is None:
@@ -530,7 +532,7 @@ class BlockCache:
             load.error = error
             if load.waiters:
                 self.statistics.failed_loads += 1
-                log.warning("block_failed path=%r block=%d error=%s: %s", file.path, block, type(error).__name__, error)
+                _log_failure(file, block, error)
         except Exception as error:
             # A bug in one load must not take the mount with it.
             log.exception("load_ended_by_bug path=%r block=%d", file.path, block)
@@ -648,6 +650,11 @@ class BlockCache:
 
     def _lease_over(self) -> None:
         self._leased -= 1
+
+
+def _log_failure(file: FileFacts, block: int, error: TierfsError) -> None:
+    """Somebody who waits for a block gets an error."""
+    log.warning("block_failed path=%r block=%d error=%s: %s", file.path, block, type(error).__name__, error)
 
 
 def _noted(tier: LocalTier, found: _Found | None) -> _Found | None:
