@@ -23,7 +23,7 @@ time.time_ns = lambda: now_ns() + shift * 10**9
 TWO_DAYS_S = 2 * 24 * 3600
 
 
-@pytest.mark.parametrize("shift_s", [TWO_DAYS_S, -TWO_DAYS_S])
+@pytest.mark.parametrize("shift_s", [TWO_DAYS_S, pytest.param(-TWO_DAYS_S, marks=pytest.mark.long)])
 def test_a_clock_that_is_two_days_off_changes_nothing(
     source_world: Callable[..., SourceWorld],
     models: Path,

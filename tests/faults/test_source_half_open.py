@@ -1,4 +1,4 @@
-"""Connections go nowhere any more without a word, as after a reboot of the server or of a firewall; new ones are fine."""
+"""Connections go nowhere any more without a word, as after a reboot of a firewall; new ones are fine."""
 
 import time
 from collections.abc import Callable
@@ -20,6 +20,7 @@ def test_half_open_connections_are_only_time(source_world: Callable[..., SourceW
     assert world.said("block_failed") == 0
 
 
+@pytest.mark.long
 def test_connections_that_die_again_and_again_end_in_an_errno_in_time(
     source_world: Callable[..., SourceWorld],
 ) -> None:

@@ -10,13 +10,16 @@ from tests.faults.source_world import SourceWorld
 
 pytestmark = pytest.mark.fuse
 
-FAULTS = [fault_proxy.short, fault_proxy.long, fault_proxy.short_of_its_header, fault_proxy.longer_than_its_header]
+FAULTS = [
+    fault_proxy.short,
+    pytest.param(fault_proxy.long, marks=pytest.mark.long),
+    pytest.param(fault_proxy.short_of_its_header, marks=pytest.mark.long),
+    fault_proxy.longer_than_its_header,
+]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_blocks_of_another_length_are_an_errno_in_time(
-    source_world: Callable[..., SourceWorld], fault: Fault
-) -> None:
+def test_blocks_of_another_length_are_an_errno_in_time(source_world: Callable[..., SourceWorld], fault: Fault) -> None:
     world = source_world()
     world.proxy.suffer(fault)
     before = world.proxy.blocks

@@ -10,7 +10,7 @@ from tests.faults.source_world import SourceWorld
 pytestmark = pytest.mark.fuse
 
 
-@pytest.mark.parametrize("mode", ["channel", "direct"])
+@pytest.mark.parametrize("mode", ["channel", pytest.param("direct", marks=pytest.mark.long)])
 def test_one_byte_a_second_is_an_errno_in_time(source_world: Callable[..., SourceWorld], mode: str) -> None:
     world = source_world(mode=mode)
     world.proxy.suffer(fault_proxy.trickle)

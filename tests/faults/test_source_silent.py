@@ -14,7 +14,7 @@ def test_a_silent_source_is_an_errno_in_time(source_world: Callable[..., SourceW
     world = source_world(mode=mode)
     world.proxy.silence(True)
     outcome = world.read("b")
-    assert outcome.what == "EIO" and 2.5 < outcome.took_s < 10
+    assert outcome.what == "EIO" and 1.5 < outcome.took_s < 8
     world.others_are_fine()
     world.killed_reader_is_gone("c", within_s=1 if mode == "channel" else 8)
     assert world.said("source_down", "source_state")

@@ -238,7 +238,7 @@ class RemoteSource:
     def _least_loaded(self) -> Link:
         links = [link for link in self._links if link.has_room]
         if links:
-            return min(links, key=lambda link: link.load)
+            return min(links, key=lambda link: (link.doubted, link.load))
         if self._links:
             raise SourceUnavailable(f"{self._address}: every connection is busy")
         self._wanted.set()
@@ -278,6 +278,9 @@ class RemoteSource:
                         beside.cancel_scope.cancel()
                 finally:
                     self._remove(link)
+                if link.silent:  # a server or a firewall that was started again forgets all connections at once
+                    for other in self._links:
+                        other.doubt()
             if not self._links:
                 # What ended a connection that had been made is no reason not to make it again.
                 refused = connected_s is None and isinstance(failure, _REFUSALS)

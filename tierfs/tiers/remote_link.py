@@ -59,7 +59,10 @@ class Link:
         self._scratch: memoryview | None = None
         self._failure: TierfsError | None = None
         self._scope = trio.CancelScope()
+        self._asked_whether_alive = trio.Event()
         self.load = 0  # block and catalog requests under way
+        self.silent = False  # lost, as nothing at all came
+        self.doubted = False
 
     @property
     def has_room(self) -> bool:
@@ -147,9 +150,15 @@ class Link:
         if waiter.failure is not None:
             raise waiter.failure
         late = SourceUnavailable(f"{self._connection.peer}: no progress on a request for {timeout_s:g} s")
-        if self._received_s <= asked_s:
-            self.lose(late)  # not only this request: nothing at all came
+        if self._received_s <= asked_s:  # not only this request: nothing at all came
+            self.silent = True
+            self.lose(late)
         raise late
+
+    def doubt(self) -> None:
+        """Another connection to this server went silent: find out soon whether this one is alive, or give it up."""
+        self.doubted = True
+        self._asked_whether_alive.set()
 
     def tell(self, message: m.Message) -> None:
         """Send a message that has no reply; nothing happens on a link that is lost."""
@@ -193,10 +202,15 @@ class Link:
     async def _ping(self) -> None:
         every_s = min(_PING_S, self._welcome.idle_timeout_s / 4)
         while True:
-            await trio.sleep(every_s)
+            timeout_s = min(_PONG_S, every_s)
+            with trio.move_on_after(every_s):
+                await self._asked_whether_alive.wait()
+                self._asked_whether_alive = trio.Event()
+                timeout_s = min(timeout_s, self._request_timeout_s / 4)
             asked_s = trio.current_time()
             try:
-                await self.request(m.Ping(), m.Type.PONG, timeout_s=min(_PONG_S, every_s))
+                await self.request(m.Ping(), m.Type.PONG, timeout_s=timeout_s)
+                self.doubted = False
             except TierfsError as error:
                 if self._received_s <= asked_s:  # a Pong may wait behind blocks; silence is another thing
                     self.lose(error)
