@@ -316,9 +316,7 @@ def test_an_aborted_connection_leaves_no_dead_mount(
     mounted = channel_mount(mount, serve, models, tmp_path)
     minor = os.minor(os.stat(mounted.path).st_dev)
     Path(f"/sys/fs/fuse/connections/{minor}/abort").write_text("1")
-    eventually(
-        lambda: not os.path.ismount(mounted.path), "the channel unmounts what is of no use", within_s=10
-    )
+    eventually(lambda: not os.path.ismount(mounted.path), "the channel unmounts what is of no use", within_s=10)
     eventually(lambda: not runs(mounted.pid), "the daemon ends")
     mounted.mount()
     assert digest(mounted.path / "m1" / "weights.bin") == digest(models / "m1" / "weights.bin")
