@@ -21,6 +21,7 @@ from tierfs.app.doctor import (
     source,
     speed,
     storage,
+    transport,
 )  # fmt: skip
 from tierfs.app.doctor.finding import Finding, Level
 from tierfs.config.memory import MemoryRoom
@@ -64,6 +65,11 @@ FAST = speed.SpeedFacts(speeds=(speed.Speed(path="/w", bytes_per_s=5e9),))
 SOURCE = source.SourceFacts(
     url="tierfs://h:7411/m", elapsed_s=0.003, round_trip_s=0.0005, receive_buffer_bytes=6 << 20, token=True
 )
+RDMA_RUNS = transport.TransportFacts(
+    wanted="auto", transport="rdma", routes=("mlx5_0 port 1, GID 3 (10.0.0.1), MTU 4KiB",), mtu_bytes=4096,
+    link="Ethernet",
+)  # fmt: skip
+TCP_RUNS = replace(RDMA_RUNS, transport="tcp", routes=(), mtu_bytes=0, link="", reason="no RDMA device has 10.0.0.1")
 UP = mounted.Mounted(
     mountpoint="/models", config="/etc/tierfs.toml", pid=5, alive=True, device="0:50", read_ahead_kb=4096,
     mode="channel", passthrough=True, source_state="connected", tiers=(("warm", "ok", ""),),
@@ -102,7 +108,14 @@ HEALTHY: list[tuple[Callable[[Any], list[Finding]], Any]] = [
     (source.judge, SOURCE),
     (source.judge, None),
     (source.judge, source.SourceFacts(url="dir:/srv/models")),
+    (transport.judge, RDMA_RUNS),
+    (transport.judge, None),
+    (transport.judge, replace(TCP_RUNS, device=False)),
+    (transport.judge, replace(TCP_RUNS, connected=False)),
+    (transport.judge, replace(TCP_RUNS, tried=False)),
+    (transport.judge, replace(TCP_RUNS, wanted="rdma", connected=False)),
     (mounted.judge, [UP]),
+    (mounted.judge, [replace(UP, transport="rdma", route="mlx5_0 port 1")]),
     (mounted.judge, []),
 ]
 SICK: list[tuple[Callable[[Any], list[Finding]], Any, str, Level, str]] = [
@@ -238,6 +251,14 @@ SICK: list[tuple[Callable[[Any], list[Finding]], Any, str, Level, str]] = [
     ),
     (source.judge, replace(SOURCE, round_trip_s=0.02), "source.receive_buffer", Level.NOTE, "tcp_rmem"),
     (source.judge, replace(SOURCE, round_trip_s=0.2), "source.receive_buffer", Level.WARNING, "tcp_rmem"),
+    (transport.judge, TCP_RUNS, "source.transport", Level.WARNING, "source.url"),
+    (transport.judge, replace(TCP_RUNS, device=False), "source.transport", Level.NOTE, "docs/RDMA.md"),
+    (transport.judge, replace(TCP_RUNS, wanted="rdma"), "source.transport", Level.PROBLEM, '"auto"'),
+    (transport.judge, replace(RDMA_RUNS, mtu_bytes=1024), "rdma.mtu", Level.NOTE, "mtu 4200"),
+    (
+        mounted.judge, [replace(UP, transport="rdma", transport_reason="gone")],
+        "mount.transport", Level.WARNING, '"auto"',
+    ),
     (mounted.judge, [replace(UP, alive=False)], "mount.dead", Level.PROBLEM, "tierfs mount /etc/tierfs.toml /models"),
     (mounted.judge, [replace(UP, trouble="did not answer")], "mount.silent", Level.PROBLEM, "tierfs restart /models"),
     (mounted.judge, [replace(UP, read_ahead_kb=128)], "mount.read_ahead", Level.WARNING, "bdi/0:50/read_ahead_kb"),
@@ -315,4 +336,4 @@ def named() -> set[str]:
     )
     files: Sequence[Path] = sorted((ROOT / "tierfs/app/doctor").glob("*.py"))
     found = {name for file in files for name in re.findall(rf'"((?:{subjects})\.[a-z_]+)"', file.read_text())}
-    return found - {"fuse.tierfs"}  # the file system
+    return found - {"fuse.tierfs", "memory.limit"}  # the file system, a key

@@ -64,12 +64,26 @@ def main() -> None:
     print(text)
 
 
-def perftest(message_bytes: int) -> dict[str, float]:
+def perftest(message_bytes: int, *options: str) -> dict[str, float]:
     """ib_read_bw between two processes of the guest."""
     program = shutil.which("ib_read_bw")
     assert program is not None, "perftest is not installed"
     times = max(5, (48 << 20) // message_bytes)
-    command = [program, "-d", "rxe0", "-x", "1", "-F", "-s", str(message_bytes), "-n", str(times), "-m", "4096"]
+    command = [
+        program,
+        "-d",
+        "rxe0",
+        "-x",
+        "1",
+        "-F",
+        "-s",
+        str(message_bytes),
+        "-n",
+        str(times),
+        "-m",
+        "4096",
+        *options,
+    ]
     before, begun_s = busy_s(), time.monotonic()
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as listening:
         time.sleep(1.0)

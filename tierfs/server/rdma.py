@@ -15,6 +15,7 @@ from tierfs.blocks.errors import SourceRefused, SourceUnavailable
 from tierfs.server.leases import Leases
 from tierfs.transport.rdma.devices import choose, interface_of
 from tierfs.transport.rdma.lending import LendingQueue
+from tierfs.transport.rdma.memlock import check_limit
 from tierfs.transport.rdma.verbs import OpenDevice, Route, Verbs
 from tierfs.wire import messages as m
 
@@ -84,6 +85,8 @@ class RdmaService:
         buffers = min(BUFFERS_MOST, (self._memory_bytes - self.lent_bytes) // block_bytes)
         if buffers < _BUFFERS_LEAST:
             raise SourceUnavailable("the server's clients have all of its server.rdma_memory: raise it")
+        whole_bytes = self.lent_bytes + buffers * block_bytes
+        check_limit(self._verbs.lockable_bytes(), whole_bytes=whole_bytes, key="buffers of the server's clients")
         device = self._device(port.device)
         try:
             state = device.port_state(port.number)

@@ -161,6 +161,9 @@ class FakeVerbs:
     def prepare(self) -> None:
         self.prepared = True
 
+    def lockable_bytes(self) -> int | None:
+        return self.fabric.pin_limit_bytes
+
     def open(self, device: str) -> "FakeDevice":
         assert self.prepared, "open comes after prepare"
         if device not in [port.device for port in self.ports()]:

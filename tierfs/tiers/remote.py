@@ -218,8 +218,16 @@ class RemoteSource:
 
     # RDMA
 
-    async def use_memory(self, memory: memoryview, *, block_bytes: int, key: str) -> None:
+    @property
+    def rdma(self) -> RdmaReader | None:
+        """What brings blocks by RDMA; None where RDMA is not even tried."""
+        return self._rdma
+
+    async def use_memory(
+        self, memory: memoryview, *, block_bytes: int, key: str, pinned_bytes: int | None = None
+    ) -> None:
         """Blocks will be read into this memory (``key`` sizes it), which outlives the source: RDMA may begin.
+        ``pinned_bytes``: see ``RdmaReader.offer``.
 
         Raises SourceUnavailable where RDMA is wanted alone and cannot be had.
         """
@@ -227,7 +235,7 @@ class RemoteSource:
             return
         if self._rdma_only:
             self._rdma.check()
-        self._rdma.offer(memory, block_bytes=block_bytes, key=key)
+        self._rdma.offer(memory, block_bytes=block_bytes, key=key, pinned_bytes=pinned_bytes)
         if self._rdma_only and self._links:
             with trio.move_on_after(self._connect_timeout_s):
                 if not await self._rdma.tried():

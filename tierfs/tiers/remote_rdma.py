@@ -19,6 +19,7 @@ from tierfs.blocks.errors import SourceUnavailable, TierfsError
 from tierfs.blocks.ids import BlockDigest
 from tierfs.tiers.remote_link import Link
 from tierfs.transport.rdma.devices import choose, interface_of
+from tierfs.transport.rdma.memlock import check_limit
 from tierfs.transport.rdma.read_device import ReadDevice
 from tierfs.transport.rdma.read_queue import ReadQueue
 from tierfs.transport.rdma.verbs import Gid, Port, Route, Verbs
@@ -43,9 +44,16 @@ class RdmaPath:
     """One queue pair to the server, on a link of its own. ``fetch`` may be called by many at once."""
 
     def __init__(
-        self, link: Link, device: ReadDevice, port: Port, queue: ReadQueue, connected: m.RdmaConnected, timeout_s: float
+        self,
+        link: Link,
+        device: ReadDevice,
+        route: tuple[Port, Gid],
+        queue: ReadQueue,
+        connected: m.RdmaConnected,
+        timeout_s: float,
     ) -> None:
-        self.port = port
+        self.port, self.gid = route
+        self.mtu_bytes = connected.mtu_bytes
         self.between = (link.local_host, link.peer_host)
         self.queue = queue
         self.waiting = 0  # fetches that have a credit, or wait for one
@@ -128,6 +136,7 @@ class RdmaReader:
         self._memory: memoryview | None = None
         self._memory_key = ""
         self._block_bytes = 0
+        self._pinned_bytes = 0
         self._offered = trio.Event()
         self._tried = trio.Event()
         self._opening = trio.Lock()
@@ -157,16 +166,24 @@ class RdmaReader:
 
     # before there is a path
 
-    def check(self) -> None:
-        """Raises SourceUnavailable, with what to install or configure, where this machine cannot use RDMA at all."""
+    def has_device(self) -> bool:
+        """Whether this machine has an RDMA device, of use or not."""
         if self._verbs is None:
             self._verbs = self._make_verbs()
-        if not self._verbs.ports():
+        return bool(self._verbs.ports())
+
+    def check(self) -> None:
+        """Raises SourceUnavailable, with what to install or configure, where this machine cannot use RDMA at all."""
+        if not self.has_device():
             choose((), "", interface_of=interface_of)
 
-    def offer(self, memory: memoryview, *, block_bytes: int, key: str) -> None:
-        """Blocks will be read into this memory, which is cut into blocks of that size and outlives the source."""
+    def offer(self, memory: memoryview, *, block_bytes: int, key: str, pinned_bytes: int | None = None) -> None:
+        """Blocks will be read into this memory, which is cut into blocks of that size and outlives the source.
+
+        ``pinned_bytes``: as much must be allowed to be registered, where this memory is only a sample of it.
+        """
         self._memory, self._block_bytes, self._memory_key = memory, block_bytes, key
+        self._pinned_bytes = len(memory) if pinned_bytes is None else pinned_bytes
         self._offered.set()
 
     async def tried(self) -> bool:
@@ -175,6 +192,11 @@ class RdmaReader:
         return bool(self._paths)
 
     # paths
+
+    @property
+    def paths(self) -> tuple[RdmaPath, ...]:
+        """Those that there are now, the oldest first."""
+        return tuple(self._paths)
 
     @property
     def ports(self) -> list[Port]:
@@ -276,7 +298,7 @@ class RdmaReader:
             "rdma_connected source=%s device=%s port=%d address=%s buffers=%d mtu=%d",
             self._source, port.device, port.number, link.local_host, connected.buffers, connected.mtu_bytes,
         )  # fmt: skip
-        return queue, RdmaPath(link, device, port, queue, connected, self._timeout_s)
+        return queue, RdmaPath(link, device, (port, gid), queue, connected, self._timeout_s)
 
     async def _device(self, name: str) -> ReadDevice:
         """The device, opened and with the memory registered; only once however many links start from it."""
@@ -288,6 +310,7 @@ class RdmaReader:
                 device.close()
                 del self._devices[name]
             assert self._verbs is not None and self._memory is not None and self._nursery is not None
+            check_limit(self._verbs.lockable_bytes(), whole_bytes=self._pinned_bytes, key=self._memory_key)
             await trio.to_thread.run_sync(self._verbs.prepare, limiter=self._threads)
             try:
                 opened = self._verbs.open(name)

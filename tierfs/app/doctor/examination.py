@@ -23,6 +23,7 @@ from tierfs.app.doctor import (
     source,
     speed,
     storage,
+    transport,
 )
 from tierfs.app.doctor.finding import Finding, Level, note, ok, problem, warning
 from tierfs.app.doctor.looking import Failure, Look, look_all
@@ -82,9 +83,10 @@ def examine(config_path: Path | None, *, measure: bool = False) -> Examination:
         *_judged(
             "speed",
             facts,
-            partial(speed.judge, largest_model_bytes=max((one.largest_model_bytes for one in same), default=0)),
+            partial(speed.judge, largest_model_bytes=_largest_model_bytes(same, facts["transport"])),
         ),
         *_judged("source", facts, source.judge, hangs=problem),
+        *_judged("transport", facts, transport.judge),
         *_judged("mounts", facts, mounted.judge),
     ]
     return Examination("" if config_path is None else str(config_path), tuple(findings))
@@ -106,7 +108,14 @@ def _looks(config: MountConfig | None, daemon_pid: int | None, measure: bool) ->
         "storage": Look(partial(storage.look, config), _LOOK_S),
         "speed": Look(partial(speed.look, config, temporary=measure), measuring_s + _SPARE_S),
         "source": Look(partial(source.look, config), connecting_s + _SPARE_S),
+        "transport": Look(partial(transport.look, config), transport.deadline_s(config) + _SPARE_S),
     }
+
+
+def _largest_model_bytes(mounts: list[mounted.Mounted], found: object) -> int:
+    """Of what the source publishes, or else of what a mount of this configuration shows; 0 where neither is known."""
+    published = found.largest_model_bytes if isinstance(found, transport.TransportFacts) else 0
+    return published or max((one.largest_model_bytes for one in mounts), default=0)
 
 
 def _load(path: Path, daemon_pid: int | None) -> MountConfig | ConfigError:

@@ -38,6 +38,9 @@ class Mounted:
     passthrough_reason: str = ""
     source_state: str = ""
     source_reason: str = ""
+    transport: str = ""  # how blocks come now
+    transport_reason: str = ""  # why not by RDMA
+    route: str = ""  # the RDMA devices and ports in use
     tiers: tuple[tuple[str, str, str], ...] = ()  # name, state, reason
     largest_model_bytes: int = 0
 
@@ -84,6 +87,9 @@ def _of(answer: Mapping[str, Any]) -> dict[str, Any]:
         "passthrough_reason": kernel["passthrough_reason"],
         "source_state": source["state"],
         "source_reason": source["reason"],
+        "transport": source["transport"],
+        "transport_reason": source["transport_reason"],
+        "route": f"{source['device']} port {source['port']}" if source["device"] else "",
         "tiers": tuple((name, tier["state"], tier["reason"]) for name, tier in answer["tiers"].items()),
         "largest_model_bytes": max((model["bytes"] for model in answer["models"]), default=0),
     }
@@ -107,6 +113,13 @@ def _one(mounted: Mounted) -> list[Finding]:
         what = f"{place} has no passthrough: {mounted.passthrough_reason}"
         why = "resident models are read through tierfs, not by the kernel alone"
         findings.append(warning("mount.passthrough", what, why, "see the findings on passthrough and channel"))
+    if mounted.transport == "rdma" and not mounted.route:
+        what = f"{place}: no block comes: source.transport is rdma, and there is none now: {mounted.transport_reason}"
+        mend = 'mend what source.transport says, or set source.transport = "auto" and: tierfs restart MOUNTPOINT'
+        findings.append(warning("mount.transport", what, "its readers wait, up to source.timeout", mend))
+    elif mounted.transport in ("rdma", "tcp"):
+        by = f"by RDMA, on {mounted.route}" if mounted.route else f"by TCP, not by RDMA: {mounted.transport_reason}"
+        findings.append(ok("mount.transport", f"{place}: blocks come {by}"))
     if mounted.source_state == "down":
         what = f"{place}: the source is down: {mounted.source_reason}"
         findings.append(problem("mount.source", what, "only what is resident can be read", "bring the source back"))

@@ -7,16 +7,17 @@ rdma-system(8), ulimit(1).
 import importlib.metadata
 import os
 import re
-import resource
 from dataclasses import dataclass
 from pathlib import Path
 
 from tierfs.app.doctor.finding import Finding, note, ok, warning
 from tierfs.app.doctor.looking import entries, read_text
+from tierfs.blocks.errors import SourceUnavailable
 from tierfs.blocks.units import format_bytes
 from tierfs.config.schema import MountConfig
+from tierfs.transport.rdma.loading import load_pyverbs
+from tierfs.transport.rdma.memlock import lockable_bytes
 
-_IPC_LOCK = 14  # CAP_IPC_LOCK: with it RLIMIT_MEMLOCK does not count
 _NO_GID = re.compile(r"[0:]*")
 _DEFAULT_BUFFERS_BYTES = 1 << 30
 
@@ -54,10 +55,8 @@ def look(config: MountConfig | None, root: Path = Path("/")) -> RdmaFacts:
         return RdmaFacts(buffers_bytes=buffers)
     version, error = "", ""
     try:
-        import pyverbs.device  # type: ignore[import-not-found,unused-ignore]  # an optional package without types
-
-        version = _version(pyverbs)
-    except (ImportError, OSError) as problem:
+        version = _version(load_pyverbs())
+    except SourceUnavailable as problem:
         error = " ".join(str(problem).split())
     verbs = [path for path in entries(root / "dev/infiniband") if path.name.startswith("uverbs")]
     return RdmaFacts(
@@ -65,7 +64,8 @@ def look(config: MountConfig | None, root: Path = Path("/")) -> RdmaFacts:
         usable=any(os.access(path, os.R_OK | os.W_OK) for path in verbs),
         pyverbs=version,
         pyverbs_error=error,
-        lockable_bytes=_lockable(root),
+        # The daemon of another user has none of root's rights.
+        lockable_bytes=lockable_bytes(root, keeps_rights=config is None or config.mount.user in (None, "root")),
         buffers_bytes=buffers,
     )
 
@@ -82,7 +82,7 @@ def judge(facts: RdmaFacts) -> list[Finding]:
     if facts.pyverbs:
         findings.append(ok("rdma.pyverbs", f"pyverbs {facts.pyverbs}"))
     else:
-        what = f"pyverbs cannot be imported: {facts.pyverbs_error or 'not installed'}"
+        what = facts.pyverbs_error or "pyverbs is not installed"
         why = "tierfs speaks RDMA through it; without it the source is reached over TCP"
         mend = "apt-get install python3-pyverbs (for the system's Python), or pip install pyverbs, of the same version"
         findings.append(warning("rdma.pyverbs", what, why, mend + " as libibverbs"))
@@ -137,12 +137,3 @@ def _version(module: object) -> str:
         return importlib.metadata.version("pyverbs")
     except importlib.metadata.PackageNotFoundError:  # a distribution's package has no metadata of its own
         return str(getattr(module, "__version__", "of the system"))
-
-
-def _lockable(root: Path) -> int | None:
-    status = read_text(root / "proc/self/status") or ""
-    effective = re.search(r"^CapEff:\s*([0-9a-f]+)$", status, re.MULTILINE)
-    if effective is not None and int(effective[1], 16) >> _IPC_LOCK & 1:
-        return None
-    hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
-    return None if hard == resource.RLIM_INFINITY else hard

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tierfs.transport.rdma import devices
+from tierfs.transport.rdma import devices, memlock
 from tierfs.transport.rdma.loading import load_pyverbs
 from tierfs.transport.rdma.verbs import Completion, Completions, DeviceLimits, Port, PortState, Route, Timing
 
@@ -37,6 +37,11 @@ class PyVerbs:
     def prepare(self) -> None:
         """See ``verbs.Verbs``."""
         load_pyverbs()
+
+    def lockable_bytes(self) -> int | None:
+        """See ``verbs.Verbs``."""
+        memlock.raise_limit()
+        return memlock.lockable_bytes()
 
     def open(self, device: str) -> "PyDevice":
         """See ``verbs.Verbs``."""

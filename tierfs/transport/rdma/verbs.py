@@ -206,5 +206,9 @@ class Verbs(Protocol):
         """Load what ``open`` needs; the one call that takes long, and may be made in a thread. Raises SourceUnavailable
         with what to install."""
 
+    def lockable_bytes(self) -> int | None:
+        """The most memory that this process may have registered together; None: no limit. Raises its own limit to that
+        first."""
+
     def open(self, device: str) -> OpenDevice:
         """Use a device, after ``prepare``. Raises OSError."""
