@@ -2,14 +2,15 @@
 
 import os
 import socket
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tierfs.blocks.errors import SourceUnavailable
+from tierfs.blocks.errors import ProtocolError, SourceUnavailable
 from tierfs.catalog import scan as scan_module
 from tierfs.catalog import schema
 from tierfs.catalog.beneath import open_root
@@ -352,3 +353,43 @@ def test_an_index_is_never_seen_without_its_shards(tmp_path: Path, first: str, l
         scanning.set()
         publisher.join()
     assert seen > 40
+
+
+@pytest.fixture
+def wide(tmp_path: Path) -> Iterator[Path]:
+    """A directory on a file system whose sizes and times are as large as the kernel's."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else tmp_path) as made:
+        yield Path(made)
+
+
+def test_a_file_whose_numbers_no_catalog_can_hold_is_left_out_and_the_others_are_there(wide: Path) -> None:
+    """Whoever may write one file of an export must not end the export."""
+    tmp_path = wide
+    for name in ("good", "dated", "huge", "directory"):
+        (tmp_path / name).mkdir() if name == "directory" else (tmp_path / name).write_bytes(b"x")
+    far_s = 1 << 40
+    os.utime(tmp_path / "dated", (far_s, far_s))
+    os.utime(tmp_path / "directory", (far_s, far_s))
+    if (tmp_path / "dated").stat().st_mtime < far_s:
+        pytest.skip("this file system holds no such time")
+    os.truncate(tmp_path / "huge", 1 << 52)
+    found = _scan(tmp_path)
+    assert [entry.name for entry in found.entries] == [b"", b"directory", b"good"]
+    assert set(found.unreadable) == {b"dated", b"huge"}
+
+
+def test_paths_that_a_client_would_refuse_are_an_error_of_the_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    entries = _scan(tmp_path).entries
+    for limit in (5, 6):  # /a and /a/b
+        monkeypatch.setattr(scan_module, "PATHS_LIMIT_BYTES", limit)
+        monkeypatch.setattr(schema, "PATHS_LIMIT_BYTES", limit)
+        if limit == 6:
+            _scan(tmp_path)
+            continue
+        with pytest.raises(ProtocolError, match="bytes together"):
+            schema.check(Catalog("e", 1, 4096, entries))
+        with pytest.raises(SourceUnavailable, match="bytes together"):
+            _scan(tmp_path)

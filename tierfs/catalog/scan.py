@@ -26,11 +26,11 @@ import msgspec
 from tierfs.blocks.errors import SourceUnavailable
 from tierfs.blocks.ids import VersionId, version_id
 from tierfs.catalog.beneath import open_directory_beneath
-from tierfs.catalog.schema import Entry, Kind
+from tierfs.catalog.schema import ENTRIES_LIMIT, MTIME_END_NS, PATHS_LIMIT_BYTES, SIZE_LIMIT_BYTES, Entry, Kind
 
 TICK_NS = 20_000_000  # the kernel stamps files from a clock of 1 to 10 ms; twice that
 ROUNDS = 20
-MAXIMUM_ENTRIES = 5_000_000
+MAXIMUM_ENTRIES = ENTRIES_LIMIT - 1  # and the root
 _CHECK_EVERY = 4096  # entries between two looks at the limits within one directory
 _NAME_BYTES = 255
 
@@ -146,7 +146,9 @@ class _Scanner:
         self._device = os.fstat(root_fd).st_dev
         self._maximum_entries = maximum_entries
         self._checkpoint = checkpoint
+        self._maximum_paths_bytes = PATHS_LIMIT_BYTES
         self._total = 0
+        self._paths_bytes = 0
         self._readable = _readable_by_mode()
 
     def scan(self) -> bool:
@@ -204,13 +206,21 @@ class _Scanner:
             path = stack.pop()
             self._checkpoint()
             old = self.listings.pop(path, None)
-            self._total -= len(old.nodes) if old else 0
+            if old is not None:
+                self._total -= len(old.nodes)
+                self._paths_bytes -= _paths_bytes(path, old)
             self.unreadable.pop(path, None)
             listing = self._list(path)
             if listing is None:
                 continue
             self.listings[path] = listing
             self._total += len(listing.nodes)
+            self._paths_bytes += _paths_bytes(path, listing)
+            if self._paths_bytes > self._maximum_paths_bytes:
+                raise SourceUnavailable(
+                    f"the paths of the export have more than {self._maximum_paths_bytes} bytes together;"
+                    " export a smaller directory, or several"
+                )
             for node in listing.nodes:
                 if node.kind is Kind.DIRECTORY:
                     child = _join(path, node.name)
@@ -262,6 +272,8 @@ class _Scanner:
                             raise PermissionError(0, "no permission to read it")
                         if abs(time.time_ns() - found.st_ctime_ns) < TICK_NS:
                             listing.unsure_files = True
+                        if found.st_size >= SIZE_LIMIT_BYTES:
+                            raise PermissionError(0, f"it has {SIZE_LIMIT_BYTES} bytes or more")
                     elif stat.S_ISDIR(mode):
                         kind = Kind.DIRECTORY
                         if found.st_dev != self._device:
@@ -273,6 +285,9 @@ class _Scanner:
                     else:
                         listing.skip("special file")
                         continue
+                    dated = -MTIME_END_NS <= found.st_mtime_ns < MTIME_END_NS
+                    if not dated and kind is not Kind.DIRECTORY:
+                        raise PermissionError(0, "its time of modification is out of range")
                     if len(name) > _NAME_BYTES:  # some file systems count characters
                         raise PermissionError(0, f"its name is longer than {_NAME_BYTES} bytes")
                 except FileNotFoundError:
@@ -307,8 +322,19 @@ class _Scanner:
             )
 
 
+def _paths_bytes(path: bytes, listing: _Listing) -> int:
+    """Of the paths of a directory's entries, as the catalog counts them."""
+    above = len(path) + 1 if path else 0
+    return sum(above + 1 + len(node.name) for node in listing.nodes)
+
+
 def _name_of(node: _Node) -> bytes:
     return node.name
+
+
+def _directory(parent: int, name: bytes, listing: _Listing) -> Entry:
+    mtime_ns = max(-MTIME_END_NS, min(listing.mtime_ns, MTIME_END_NS - 1))
+    return Entry(parent, name, Kind.DIRECTORY, listing.mode & 0o7777, mtime_ns)
 
 
 class _Builder:
@@ -331,7 +357,7 @@ class _Builder:
         unreadable = dict(self._scanner.unreadable)
         entries = self._entries
         root = listings[b""]
-        entries.append(Entry(0, b"", Kind.DIRECTORY, root.mode & 0o7777, root.mtime_ns))
+        entries.append(_directory(0, b"", root))
         queue: deque[tuple[int, bytes]] = deque([(0, b"")])
         while queue:
             parent, directory = queue.popleft()
@@ -345,7 +371,7 @@ class _Builder:
                     below = listings.get(path)
                     if below is not None:
                         queue.append((len(entries), path))
-                        entries.append(Entry(parent, node.name, Kind.DIRECTORY, below.mode & 0o7777, below.mtime_ns))
+                        entries.append(_directory(parent, node.name, below))
                 elif not self._settled(node):
                     continue
                 elif node.kind is Kind.FILE:

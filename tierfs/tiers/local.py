@@ -22,7 +22,7 @@ import trio
 
 from tierfs.blocks.errors import TierFailed
 from tierfs.blocks.ids import BlockDigest, ObjectKey
-from tierfs.blocks.spans import Span, block_length
+from tierfs.blocks.spans import Span, block_count, block_length
 from tierfs.policy.watermarks import Watermarks
 from tierfs.tiers.device import Device, Loaded, Write, choose, describe
 from tierfs.tiers.filling import Filler, Space
@@ -42,6 +42,7 @@ _log = logging.getLogger(__name__)
 _Found = TypeVar("_Found")  # bytes, or their place
 
 _OPEN_OBJECTS = 256
+_OBJECT_BLOCKS_MAX = 1 << 26  # what the index keeps of one object stays below 1.2 GiB, whatever a source claims
 _TICK_S = 1.0  # a keeper looks by itself this often
 _SAVE_S = 5.0
 _STOP_S = 4.0  # for everything that is saved at the end
@@ -305,6 +306,8 @@ class DirectoryTier:
         if cost_bytes and not self._make_room(cost_bytes, facts.model, urgent=self._placement.kept(key)):
             return self._bypassed()
         if entry is None:
+            if block_count(facts.size_bytes, facts.block_bytes) > _OBJECT_BLOCKS_MAX:
+                return self._bypassed()
             entry = Entry(
                 name=key, key=key, size_bytes=facts.size_bytes, block_bytes=facts.block_bytes, path=facts.path,
                 model=facts.model, model_bytes=facts.model_bytes, device=device, last_use_s=self._clock(),

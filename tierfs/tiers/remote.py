@@ -65,7 +65,7 @@ class RemoteSource:
         rdma: RdmaReader | None = None,
         rdma_only: bool = False,
         no_rdma_reason: str = "",
-        catalog_limit_bytes: int = 1 << 30,
+        catalog_limit_bytes: int = 1 << 30,  # ENTRIES_LIMIT of 200 bytes each
         jitter: random.Random | None = None,
         nonce: Callable[[], bytes] = lambda: secrets.token_bytes(m.NONCE_BYTES),
     ) -> None:
