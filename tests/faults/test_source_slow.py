@@ -11,7 +11,7 @@ pytestmark = pytest.mark.fuse
 
 
 def test_a_slow_source_is_only_time(source_world: Callable[..., SourceWorld]) -> None:
-    world = source_world()
+    world = source_world(timeout="10s")
     world.proxy.suffer(fault_proxy.slow)
     reader = world.start("b")
     world.others_are_fine()

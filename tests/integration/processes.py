@@ -162,3 +162,20 @@ def drop_caches() -> None:
     """Forget clean pages, so that the next read reaches the daemon (root only)."""
     os.sync()
     Path("/proc/sys/vm/drop_caches").write_text("3")
+
+
+def process_status(pid: int) -> dict[str, int]:
+    """VmRSS and RssAnon in KiB, and Threads."""
+    fields = (line.partition(":") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return {name: int(value.split()[0]) for name, _, value in fields if name in ("VmRSS", "RssAnon", "Threads")}
+
+
+def descriptors(pid: int) -> list[str]:
+    """What the descriptors of a process are."""
+    found = []
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        try:
+            found.append(os.readlink(f"/proc/{pid}/fd/{name}"))
+        except FileNotFoundError:
+            continue
+    return found

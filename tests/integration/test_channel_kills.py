@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.integration.channel_load import counters, make_truth, readers
-from tests.integration.processes import Mount, Serve, eventually, runs, tierfs
+from tests.integration.processes import Mount, Serve, descriptors, eventually, process_status, runs, tierfs
 from tests.integration.test_channel import channel_status, use
 from tierfs.blocks.errors import ControlError
 from tierfs.control import registry
@@ -73,21 +73,6 @@ class Sample:
     daemon_other_fds: int  # no objects of tiers
     passthrough_inodes: int
     pending: int
-
-
-def process_status(pid: int) -> dict[str, int]:
-    fields = (line.partition(":") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    return {name: int(value.split()[0]) for name, _, value in fields if name in ("VmRSS", "RssAnon", "Threads")}
-
-
-def descriptors(pid: int) -> list[str]:
-    found = []
-    for name in os.listdir(f"/proc/{pid}/fd"):
-        try:
-            found.append(os.readlink(f"/proc/{pid}/fd/{name}"))
-        except FileNotFoundError:
-            continue
-    return found
 
 
 class Victims:
