@@ -35,6 +35,9 @@ def test_counters_become_rates() -> None:
     one = sample(status(), after, interval_s=2.0, time_s=9.0)
     assert one["read_bytes_per_s"] == {"warm": 150.0, "source": 25.0}
     assert (one["replied_bytes_per_s"], one["requests"], one["queued_write_bytes"]) == (40.0, 1, 7)
+    assert one["loads"] == []
+    loading = [{"path": "m", "kind": "reading"}]
+    assert sample(status(), status(loads=loading), interval_s=2.0, time_s=9.0)["loads"] == loading
     assert (one["source_state"], one["daemon_opens_per_s"], one["time_s"]) == ("down", None, 9.0)
 
 

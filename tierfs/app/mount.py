@@ -34,8 +34,10 @@ from tierfs.blocks.ids import VersionId
 from tierfs.blocks.units import format_bytes
 from tierfs.cache.block_cache import BlockCache
 from tierfs.cache.buffers import BufferPool
+from tierfs.cache.model_loads import ModelLoads
 from tierfs.cache.prefetcher import Prefetcher
 from tierfs.cache.promoter import Promoter
+from tierfs.catalog.load_store import LoadStore
 from tierfs.catalog.pin_store import PinStore
 from tierfs.catalog.remembered import Remembered
 from tierfs.catalog.schema import Kind, Publication
@@ -126,6 +128,7 @@ class _Mount:
         self._remembered = Remembered(self._state)
         self._superseded = SupersededStore(self._state / "superseded.json")
         self._pin_store = PinStore(self._state / "pins.json")
+        self._loads = ModelLoads(LoadStore(self._state / "loads"), mountpoint=self._mountpoint)
         self._taking_over = start.channel is not None and start.channel.epoch > 1
         self._before: Publication | None = None  # what the daemon before this one showed
 
@@ -181,6 +184,8 @@ class _Mount:
             await offer_memory(source, pool)
             cache.learn(publication.contents)
             cache.is_pinned = pins.is_pinned
+            cache.on_brought = self._loads.brought
+            await outer.start(_running, self._loads)
             await outer.start(_running, cache)
             prefetcher = Prefetcher(cache, bytes_per_s=config.readahead.rate_max)
             await outer.start(_running, prefetcher)
@@ -240,7 +245,7 @@ class _Mount:
             metadata_ttl_s=options.metadata_ttl,
         )
         channel = self._channel
-        operations = Operations(filesystem, presentation, channel)
+        operations = Operations(filesystem, presentation, channel, self._loads)
         self._reloader = Reloader(
             self._config,
             self._start.reread,
@@ -278,6 +283,7 @@ class _Mount:
                 kernel=KernelLimits(),
                 stop=self._stopping.set,
                 pins=pins,
+                loads=self._loads,
             )
             handlers = {**commands.handlers(daemon), **operate.handlers(daemon, self._reloader.reload)}
             registry.socket_path(self._mountpoint).unlink(missing_ok=True)  # of a daemon before this one
@@ -466,7 +472,7 @@ class _Mount:
 
 
 async def _running(
-    part: Source | LocalTier | BlockCache | Prefetcher | Channel, *, task_status: "trio.TaskStatus[None]"
+    part: Source | LocalTier | BlockCache | Prefetcher | Channel | ModelLoads, *, task_status: "trio.TaskStatus[None]"
 ) -> None:
     await part.run(task_status=task_status)
 

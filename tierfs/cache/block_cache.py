@@ -142,6 +142,8 @@ class BlockCache:
         self.on_room: Callable[[], None] = lambda: None
         self.on_prefetched_read: Callable[[], None] = lambda: None
         self.on_wait: Callable[[], None] = lambda: None
+        # See model_loads.py: so many bytes of a file were taken from the source or the tier of that name.
+        self.on_brought: Callable[[FileFacts, str, int], None] = lambda file, place, length_bytes: None
         pool.reclaim = self.memory.reclaim
         pool.recycle = self.memory.recycle
 
@@ -233,13 +235,13 @@ class BlockCache:
             self.statistics.memory_hit_blocks += 1
             return self._serve((key, span.block), found, span)
         tier = self._nearest(key, span.block)
-        return _noted(tier, tier.read_nowait(key, span)) if tier is not None else None
+        return self._noted(file, tier, span, tier.read_nowait(key, span)) if tier is not None else None
 
     async def read_soon(self, file: FileFacts, span: Span) -> memoryview | None:
         """The span, if the nearest tier's medium has it within some tens of microseconds; for a lone small span."""
         key = self.key(file.version)
         tier = self._nearest(key, span.block)
-        return _noted(tier, await tier.read_soon(key, span)) if tier is not None else None
+        return self._noted(file, tier, span, await tier.read_soon(key, span)) if tier is not None else None
 
     async def read(self, file: FileFacts, span: Span, *, sequential: bool) -> memoryview | bytes | bytearray:
         """Exactly that span, when read_nowait has none. Ordinary memory, valid until the next checkpoint.
@@ -260,7 +262,7 @@ class BlockCache:
         tier = self._nearest(key, span.block)
         if tier is None or (sequential and not tier.mapped):
             return None
-        return _noted(tier, tier.locate_nowait(key, span))
+        return self._noted(file, tier, span, tier.locate_nowait(key, span))
 
     async def bring(self, file: FileFacts, span: Span, *, sequential: bool) -> None:
         """Wait until locate() need not wait for a load of that block, and hold nothing. Raises as the reads do."""
@@ -295,7 +297,7 @@ class BlockCache:
             return in_memory((key, span.block), found, span)
         tier = self._nearest(key, span.block)
         if tier is not None and (tier.mapped or not sequential):
-            there = _noted(tier, await in_tier(tier, key, span))
+            there = self._noted(file, tier, span, await in_tier(tier, key, span))
             if there is not None:
                 return there
             key = self.key(file.version)  # look again: it may have become known, and loaded, meanwhile
@@ -561,6 +563,7 @@ class BlockCache:
                     if found:
                         self.statistics.tier_bytes += length
                         self._tier_bytes[tier.name] += length
+                        self.on_brought(file, tier.name, length)
                         load.place = tier.name
                         digest = tier.digest(key, block) or digest_block(buffer.view[:length])
                         return self._keep(file, key, block, load, buffer, length, digest)
@@ -586,6 +589,7 @@ class BlockCache:
                         if digest == claimed:
                             self.statistics.source_blocks += 1
                             self.statistics.source_bytes += span.length_bytes
+                            self.on_brought(file, "source", span.length_bytes)
                             return self._keep(file, key, block, load, buffer, span.length_bytes, digest)
                     except BaseException:
                         buffer.release()
@@ -648,6 +652,13 @@ class BlockCache:
             lease.release()
         return answer
 
+    def _noted(self, file: FileFacts, tier: LocalTier, span: Span, found: _Found | None) -> _Found | None:
+        """What a tier gave, if it did, counts as its bytes for the read that this task answers."""
+        if found is not None:
+            came_from(tier.name)
+            self.on_brought(file, tier.name, span.length_bytes)
+        return found
+
     def _lease_over(self) -> None:
         self._leased -= 1
 
@@ -655,13 +666,6 @@ class BlockCache:
 def _log_failure(file: FileFacts, block: int, error: TierfsError) -> None:
     """Somebody who waits for a block gets an error."""
     log.warning("block_failed path=%r block=%d error=%s: %s", file.path, block, type(error).__name__, error)
-
-
-def _noted(tier: LocalTier, found: _Found | None) -> _Found | None:
-    """What a tier gave, if it did, counts as its bytes for the read that this task answers."""
-    if found is not None:
-        came_from(tier.name)
-    return found
 
 
 def blocks_of(file: FileFacts, block_bytes: int) -> range:

@@ -22,6 +22,7 @@ from tierfs.control import registry
 from tierfs.control.rates import sample
 from tierfs.control.socket import ask
 
+_LOADS_MAX = 20
 _PASSTHROUGH = "what passthrough readers take from hot and warm is not seen by tierfs: only their opens are"
 
 
@@ -91,6 +92,8 @@ def _line(one: dict[str, Any]) -> str:
     parts += [f"unwritten {format_bytes(one['queued_write_bytes'])}", f"source {one['source_state']}"]
     for model in one["models"]:
         parts.append(f"{model['path']} {_percent(model)} {_rate(model['resident_bytes_per_s'])}")
+    for load in one["loads"]:
+        parts.append(f"{load['kind']} {load['path']} {_progress(load)}")
     return f"{at} {', '.join(parts)}"
 
 
@@ -116,7 +119,23 @@ def _table(one: dict[str, Any]) -> Group:
         size = format_bytes(model["bytes"])
         models.add_row(model["path"], _percent(model), size, _rate(model["resident_bytes_per_s"]), eta)
     note = [Text(_PASSTHROUGH, style="dim")] if one["passthrough_files"] else []
-    return Group(rates, Text(flight), Text(opens), *note, models)
+    loads = Table("load", "", "done", "of", "rate", "time left", box=None, pad_edge=False)
+    for load in one["loads"][:_LOADS_MAX]:
+        left = "?" if load["eta_s"] is None else format_duration(load["eta_s"])
+        size = format_bytes(load["bytes"])
+        loads.add_row(Text(load["path"]), load["kind"], _done(load), size, _rate(load["bytes_per_s"]), left)
+    return Group(rates, Text(flight), Text(opens), *note, *([loads] if one["loads"] else []), models)
+
+
+def _done(load: dict[str, Any]) -> str:
+    """Rounded down; of what is brought without a reader, what is here."""
+    done = load["covered_bytes"] if load["kind"] == "reading" else load["resident_bytes"]
+    return f"{min(100, 100 * done // load['bytes']) if load['bytes'] else 100} %"
+
+
+def _progress(load: dict[str, Any]) -> str:
+    left = "" if load["eta_s"] is None else f" {format_duration(load['eta_s'])} left"
+    return f"{_done(load)} {_rate(load['bytes_per_s'])}{left}"
 
 
 def _percent(model: dict[str, Any]) -> str:

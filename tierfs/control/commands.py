@@ -7,17 +7,19 @@ interface (docs/STATUS.md).
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import trio
 
 from tierfs import __version__
-from tierfs.blocks.errors import ControlError
+from tierfs.blocks.errors import ControlError, NotFound
 from tierfs.cache import mover
 from tierfs.cache.block_cache import BlockCache, FileFacts, blocks_of
+from tierfs.cache.model_loads import ModelLoads
 from tierfs.cache.prefetcher import Prefetcher
 from tierfs.cache.promoter import Promoter
+from tierfs.control import report
 from tierfs.control.socket import Handler, Reply, Send
 from tierfs.fs.filesystem import Filesystem
 from tierfs.fs.pins import Pins
@@ -48,6 +50,7 @@ class Daemon:
     kernel: KernelLimits
     stop: Callable[[], None]
     pins: Pins
+    loads: ModelLoads = field(default_factory=ModelLoads)
 
     @property
     def cache(self) -> BlockCache:
@@ -57,6 +60,8 @@ class Daemon:
 
 def handlers(daemon: Daemon) -> Mapping[str, Handler]:
     """Command name to handler."""
+
+    threads = trio.CapacityLimiter(2)  # a state directory that does not answer must not use up those of others
 
     async def stop(request: Mapping[str, Any], send: Send) -> None:
         await send({"stopping": True})
@@ -86,12 +91,21 @@ def handlers(daemon: Daemon) -> Mapping[str, Handler]:
             nursery.cancel_scope.cancel()
         await send(asdict(progress))
 
-    return {"status": status_, "where": where_, "warm": warm_, "stop": stop}
+    async def loads_(request: Mapping[str, Any], send: Send) -> None:
+        kept = await trio.to_thread.run_sync(daemon.loads.kept, limiter=threads, abandon_on_cancel=True)
+        for load in report.newest(kept, daemon.loads.newest(time.monotonic())):
+            await send(load)
+
+    return {"status": status_, "where": where_, "warm": warm_, "stop": stop, "loads": loads_}
 
 
 async def status(daemon: Daemon) -> Reply:
     """Everything `tierfs status --json` prints."""
-    return {**figures(daemon), "models": await _models(daemon, daemon.filesystem.tree)}
+    return {
+        **figures(daemon),
+        "loads": await _loads(daemon),
+        "models": await _models(daemon, daemon.filesystem.tree),
+    }
 
 
 def figures(daemon: Daemon) -> Reply:
@@ -185,6 +199,38 @@ async def _placed(daemon: Daemon, files: Sequence[FileFacts]) -> Reply:
         "missing_bytes": total - counts["resident"],
         "eta_s": _eta_s(daemon, total, counts),
     }
+
+
+async def _loads(daemon: Daemon) -> list[Reply]:
+    """The models that are being read or brought just now."""
+    loads = []
+    for load in daemon.loads.under_way():
+        try:
+            files = daemon.filesystem.files_of_model(load.model)
+        except NotFound:  # superseded meanwhile
+            continue
+        counts = await _count(daemon, files)
+        total = sum(file.size_bytes for file in files)
+        now_s = time.monotonic()
+        rate = load.rate(now_s)
+        left = max(0, total - (load.record.covered_bytes if load.reading else counts["resident"]))
+        loads.append(
+            {
+                "path": load.record.path,
+                "kind": "reading" if load.reading else "bringing",
+                "started_s": load.record.started_s,
+                "elapsed_s": now_s - load.began_s,
+                "bytes": total,
+                "resident_bytes": counts["resident"],
+                "tiers": {tier.name: counts[tier.name] for tier in daemon.cache.tiers},
+                "read_bytes": load.record.read_bytes,
+                "covered_bytes": load.record.covered_bytes,
+                "fetched_bytes": load.record.source_bytes,
+                "bytes_per_s": rate,
+                "eta_s": 0.0 if not left else left / rate if rate > 0 else None,
+            }
+        )
+    return loads
 
 
 async def _models(daemon: Daemon, tree: Tree) -> list[Reply]:

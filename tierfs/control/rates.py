@@ -39,6 +39,7 @@ def sample(before: Mapping[str, Any], after: Mapping[str, Any], *, interval_s: f
         "queued_write_bytes": sum(tier["queued_bytes"] for tier in tiers.values()),
         "oldest_request_s": after["oldest_request_s"],
         "source_state": after["source"]["state"],
+        "loads": after.get("loads", []),
         "models": _models(before, after, interval_s),
     }
 

@@ -24,6 +24,7 @@ from pyfuse3 import EntryAttributes, FUSEError
 from tierfs.blocks.errors import TierfsError
 from tierfs.cache import latency
 from tierfs.cache.block_cache import FileFacts
+from tierfs.cache.model_loads import ModelLoad, ModelLoads
 from tierfs.catalog.schema import Kind
 from tierfs.fs.filesystem import Filesystem
 from tierfs.fs.tree import Node
@@ -69,8 +70,15 @@ class Operations(pyfuse3.Operations):
     enable_writeback_cache = False
     enable_acl = False
 
-    def __init__(self, filesystem: Filesystem, presentation: Presentation, channel: Channel | None = None) -> None:
+    def __init__(
+        self,
+        filesystem: Filesystem,
+        presentation: Presentation,
+        channel: Channel | None = None,
+        loads: ModelLoads | None = None,
+    ) -> None:
         super().__init__()
+        self._loads = loads or ModelLoads()
         self._fs = filesystem
         self._channel = channel
         self.presentation = presentation
@@ -131,8 +139,10 @@ class Operations(pyfuse3.Operations):
         request = latency.begin()
         began_s = statistics.running[number] = time.monotonic()
         channel = self._channel
+        load: ModelLoad | None = None
         try:
             view = self._fs.view(fh)
+            load = self._loads.read_begins(view.facts, began_s)
             if channel is None:
                 data = await view.read(off, size)
                 length = len(data)
@@ -140,6 +150,9 @@ class Operations(pyfuse3.Operations):
                 parts = await view.locate(off, size)
                 length = sum(part.length_bytes for part in parts)
                 data = await channel.reply(parts, file_bytes=view.facts.size_bytes)
+            ended_s = time.monotonic()
+            self._loads.read_ends(load, view.facts, off, length, request.place, began_s, ended_s)
+            load = None
         except trio.TooSlowError as error:
             statistics.failed += 1
             log.error("request_timeout path=%r offset=%d size=%d", view.facts.path, off, size)
@@ -151,9 +164,11 @@ class Operations(pyfuse3.Operations):
             raise self._bug(error) from error
         finally:
             del statistics.running[number]
+            if load is not None:
+                self._loads.read_failed(load, view.facts, off, began_s, time.monotonic())
         statistics.reads += 1
         statistics.read_bytes += length
-        statistics.latencies.add(request.place, time.monotonic() - began_s)
+        statistics.latencies.add(request.place, ended_s - began_s)
         # From here to the reply there is no checkpoint: the view may point into a buffer or a mapping, and a lease that
         # is not sent would stay out.
         return data
@@ -231,6 +246,7 @@ class Operations(pyfuse3.Operations):
             lent = await self._fs.cache.whole(facts)
             if lent is not None:
                 await channel.offer(inode, lent)
+                self._loads.handed_out(facts)
         except TierfsError as error:
             log.warning("offer_failed path=%r error=%s", facts.path, error)
         except Exception as error:
