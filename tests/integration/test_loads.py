@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.processes import Mount, Serve, eventually, tierfs
+from tests.integration.processes import ENVIRONMENT, Mount, Serve, eventually, tierfs
 from tierfs.control.registry import find
 from tierfs.control.socket import ask
 
@@ -87,3 +87,35 @@ def test_of_a_killed_daemon_what_was_seen_is_kept(mounted: Mount) -> None:
     mounted.unmount()
     mounted.mount()
     assert [one["end"] for one in kept(mounted)] == ["killed"]
+
+
+def test_a_report_as_table_json_picture_and_page_mounted_and_not(
+    mounted: Mount, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "no load is known yet" in tierfs("report", mounted.path).stdout
+    assert len((mounted.path / "a/2.bin").read_bytes()) == 10 * MIB
+    now = json.loads(tierfs("report", mounted.path, "--json").stdout)
+    assert [(one["end"], one["slowest_file"]["path"]) for one in now] == [("running", "a/2.bin")]
+    mounted.unmount()
+
+    gone = ("report", mounted.path, "--state-dir", mounted.work / "state")
+    (load,) = json.loads(tierfs(*gone, "--json").stdout)
+    assert (load["end"], load["read_bytes"], load["mountpoint"]) == ("stopped", 10 * MIB, str(mounted.path))
+    table = tierfs(*gone).stdout
+    assert "stopped" in table and "10MiB" in table and "a/2.bin" in table
+    tierfs(*gone, "--png", tmp_path / "p.png", "--html", tmp_path / "p.html")
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "p.html").read_text()
+    assert "data:image/png;base64," in page and "a/2.bin" in page and "http" not in page
+    assert tierfs(*gone, "--load", "7", check=False).stderr == "tierfs: no such load is known\n"
+    assert tierfs("report", tmp_path, "--state-dir", mounted.work / "state", "--json").stdout == "[]\n"
+
+    (tmp_path / "without").mkdir()
+    missing = "raise ModuleNotFoundError(\"No module named 'matplotlib'\")"
+    (tmp_path / "without" / "matplotlib.py").write_text(missing)
+    monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", f"{tmp_path / 'without'}:{ENVIRONMENT['PYTHONPATH']}")
+    failed = tierfs(*gone, "--png", tmp_path / "q.png", check=False)
+    assert (failed.returncode, failed.stderr) == (
+        1, "tierfs: a picture needs matplotlib: pip install 'tierfs[report]'\n",
+    )  # fmt: skip
+    assert "a/2.bin" in tierfs(*gone).stdout

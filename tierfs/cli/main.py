@@ -3,7 +3,7 @@
 import typer
 
 from tierfs import __version__
-from tierfs.cli import doctor, evict, mount, pin, reload, restart, serve, status, top, verify, warm, where
+from tierfs.cli import doctor, evict, mount, pin, reload, report, restart, serve, status, top, verify, warm, where
 
 app = typer.Typer(
     help="Model weights from the nearest tier.",
@@ -25,6 +25,7 @@ app.command("unpin")(pin.unpin)
 app.command("evict")(evict.evict)
 app.command("verify")(verify.verify)
 app.command("top")(top.top)
+app.command("report")(report.report)
 app.command("reload")(reload.reload)
 
 

@@ -19,6 +19,11 @@ def newest(kept: Sequence[LoadRecord], running: Sequence[LoadRecord] = ()) -> li
     return [_figures(record, end) for record, end in chosen]
 
 
+def each(kept: Sequence[LoadRecord]) -> list[dict[str, Any]]:
+    """As newest(), of what daemons have left that run no more; of several mounts perhaps."""
+    return [_figures(record, record.end or "killed") for record in kept]
+
+
 def _figures(record: LoadRecord, end: str) -> dict[str, Any]:
     answer: dict[str, Any] = msgspec.to_builtins(record)
     seconds = record.duration_s
