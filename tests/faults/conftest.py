@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.faults.disk_world import DiskWorld
 from tests.faults.source_world import SourceWorld
 from tests.integration.conftest import mount, serve
 
@@ -35,6 +36,22 @@ def source_world(
 
     def make(**options: Any) -> SourceWorld:
         made.append(SourceWorld(models, tmp_path, serve, mount, **options))
+        return made[-1]
+
+    yield make
+    for world in made:
+        world.close()
+
+
+@pytest.fixture
+def disk_world(
+    models: Path, tmp_path: Path, serve: Callable[..., object], mount: Callable[..., object]
+) -> Iterator[Callable[..., DiskWorld]]:
+    """disk_world(mode=..., timeout=...) -> DiskWorld; its mount is taken down before its disk."""
+    made: list[DiskWorld] = []
+
+    def make(**options: Any) -> DiskWorld:
+        made.append(DiskWorld(models, tmp_path, serve, mount, **options))
         return made[-1]
 
     yield make

@@ -57,6 +57,7 @@ class SourceWorld:
         timeout: str = "2s",
         token: str = "",
         before_mount: Callable[[], None] = lambda: None,
+        warm_directory: Path | None = None,
     ) -> None:
         self.models = models
         self.token_file = tmp_path / "token"
@@ -74,7 +75,7 @@ class SourceWorld:
         before_mount()
         self.mounted = mount(
             self.proxy.url,
-            warm=f'path = "{tmp_path}/warm"\ncapacity = "1GiB"',
+            warm=f'path = "{warm_directory or tmp_path / "warm"}"\ncapacity = "1GiB"',
             timeout=timeout,
             mode=mode,
             token_file=str(self.mount_token) if token else "",

@@ -331,13 +331,14 @@ class BlockCache:
                 found.append(part)
 
         try:
-            await self._in_nursery(locate, what=f"tier={tier.name} block={span.block}")
+            await self._ask(tier, key, locate, what=f"tier={tier.name} block={span.block}")
         except BaseException:
-            gone = True
             for part in found:
                 if part is not None:
                     part.hold.release()
             raise
+        finally:
+            gone = True
         return found[0] if found else None
 
     async def whole(self, file: FileFacts) -> LentFile | None:
@@ -374,11 +375,19 @@ class BlockCache:
         for tier in self.tiers:
             await tier.failed(lent, offset_bytes, error_number)
 
-    async def _in_nursery(self, work: Callable[[], Awaitable[None]], *, what: str) -> None:
-        """Run it as a task of the cache and wait for it; a reader that is cancelled leaves it running."""
+    async def _ask(self, tier: LocalTier, key: ObjectKey, work: Callable[[], Awaitable[None]], *, what: str) -> None:
+        """As _in_nursery, but leaves it running, too, where the tier's medium stops answering."""
+        done = trio.Event()
+        with tier.waiting(key, done):
+            await self._in_nursery(work, what=what, done=done)
+
+    async def _in_nursery(
+        self, work: Callable[[], Awaitable[None]], *, what: str, done: trio.Event | None = None
+    ) -> None:
+        """Run it as a task of the cache and wait for it, or for ``done``; a cancelled reader leaves it running."""
         if self._nursery is None:
             raise SourceUnavailable("the daemon is stopping")
-        done = trio.Event()
+        over = trio.Event() if done is None else done
 
         async def run() -> None:
             try:
@@ -386,10 +395,10 @@ class BlockCache:
             except Exception:  # a bug in one read must not take the mount with it
                 log.exception("read_ended_by_bug %s", what)
             finally:
-                done.set()
+                over.set()
 
         self._nursery.start_soon(run)
-        await done.wait()
+        await over.wait()
 
     def _nearest(self, key: ObjectKey, block: int) -> LocalTier | None:
         """The nearest tier that has the block, unless it is on its way into memory."""
@@ -407,7 +416,7 @@ class BlockCache:
         async def read() -> None:
             found.append(await tier.read_span(key, span))
 
-        await self._in_nursery(read, what=f"tier={tier.name} block={span.block}")
+        await self._ask(tier, key, read, what=f"tier={tier.name} block={span.block}")
         return found[0] if found else None
 
     async def load(self, file: FileFacts, block: int) -> MemoryBlock:
@@ -555,11 +564,11 @@ class BlockCache:
             return None
         length = block_length(file.size_bytes, self.block_bytes, block)
         async with self._slot(self._local_slots, load):
-            buffer = await self.pool.acquire(timeout_s=self._timeout_s)
-            try:
-                for tier in holders:
+            for tier in holders:
+                buffer = await self.pool.acquire(timeout_s=self._timeout_s)
+                try:
                     with self._tier_busy[tier.name]:
-                        found = await tier.read_block(key, block, buffer.view[:length])
+                        found = await self._fill(tier, key, block, buffer, length)
                     if found:
                         self.statistics.tier_bytes += length
                         self._tier_bytes[tier.name] += length
@@ -567,11 +576,32 @@ class BlockCache:
                         load.place = tier.name
                         digest = tier.digest(key, block) or digest_block(buffer.view[:length])
                         return self._keep(file, key, block, load, buffer, length, digest)
-            except BaseException:
+                except BaseException:
+                    buffer.release()
+                    raise
                 buffer.release()
-                raise
-            buffer.release()
         return None
+
+    async def _fill(self, tier: LocalTier, key: ObjectKey, block: int, buffer: Buffer, length: int) -> bool:
+        """tier.read_block; False, too, where its medium stops answering. The buffer then stays held by the thread that
+        may yet write to it.
+        """
+        found = False
+        buffer.hold()
+
+        async def fill() -> None:
+            nonlocal found
+            try:
+                found = await tier.read_block(key, block, buffer.view[:length])
+            finally:
+                buffer.release()
+
+        try:
+            await self._ask(tier, key, fill, what=f"tier={tier.name} block={block}")
+        except SourceUnavailable:  # stopping: it was not started
+            buffer.release()
+            raise
+        return found
 
     async def _from_source(self, file: FileFacts, key: ObjectKey, block: int, load: Load) -> MemoryBlock:
         span = whole_block(file.size_bytes, self.block_bytes, block)

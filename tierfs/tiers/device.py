@@ -4,6 +4,7 @@ Called by local.py on the trio thread. The blocking half (``open``, ``remove`` �
 under ``lock``, and touches the store and the database only, never the index.
 
     ok ──write error, full──► degraded (reads go on, writes pause) ──probe succeeds──► ok
+     ├──no answer in time───► stalled (neither)                   ──answers in time─► ok
      └──directory gone──────► lost (nothing of it is read)        ──opens again─────► ok, its objects are loaded
 """
 
@@ -11,7 +12,9 @@ import collections
 import errno
 import logging
 import sqlite3
-from collections.abc import Callable, Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -31,6 +34,9 @@ _Result = TypeVar("_Result")
 
 READ_THREADS = 8  # an NVMe device wants several requests at once; more than this only queue in the kernel
 WRITE_THREADS = 4
+# Longer than a disk's own recovery from a bad sector usually takes, and short enough that a reader need not give up.
+READ_TICKS = 5  # a read without an answer for so many ticks means that the device is stalled
+_WRITE_TICKS = 30  # a sync may wait for all that others have written; reads go on meanwhile
 _SPEED_SHARE = 0.2  # of a new measurement in the moving average
 _PROBE_MAX_S = 60.0
 NOT_OPENED = "not opened yet"
@@ -61,7 +67,7 @@ class Loaded:
 
 
 class Device:
-    """See the head of the file. ``state`` is ok, degraded or lost.
+    """See the head of the file. ``state`` is ok, degraded, stalled or lost.
 
     ``block_bytes`` and ``capacity_bytes`` (of the tier; None: all of the device) size what it must be able to record.
     """
@@ -102,6 +108,9 @@ class Device:
         self._housekeeping = trio.CapacityLimiter(1)
         self._probe_s = probe_s
         self._backoff_s = probe_s
+        # Calls that threads are in: for how many ticks, and how many are too many. The threads add and remove.
+        self._calls: dict[object, list[int]] = {}
+        self._waiting: set[trio.Event] = set()
         self.device_number: int | None = None  # of the file system: two paths may be on one
         self.full = False  # what put it out of service is a lack of space
         self._short_bytes = 0  # what must be free before writes are tried again
@@ -119,6 +128,11 @@ class Device:
     @property
     def readable(self) -> bool:
         """Whether its objects can be read."""
+        return self.state not in ("lost", "stalled")
+
+    @property
+    def present(self) -> bool:
+        """Whether its objects are there, though perhaps not to be read just now."""
         return self.state != "lost"
 
     @property
@@ -131,7 +145,59 @@ class Device:
 
         Cancellation waits for it, unless ``abandon``: for the end of the run, when a device no longer answers.
         """
-        return await trio.to_thread.run_sync(call, *args, limiter=self._housekeeping, abandon_on_cancel=abandon)
+        return await trio.to_thread.run_sync(
+            self._timed, _WRITE_TICKS, call, *args, limiter=self._housekeeping, abandon_on_cancel=abandon
+        )
+
+    async def reading(self, call: Callable[..., _Result], *args: object) -> _Result:
+        """Run a call that reads in one of the device's reader threads; it is timed, see ``tick``.
+
+        Cancellation waits for it: whoever must not wait leaves a task with it, see ``waiting``.
+        """
+        return await trio.to_thread.run_sync(self._timed, READ_TICKS, call, *args, limiter=self.readers)
+
+    async def writing(self, call: Callable[..., _Result], *args: object) -> _Result:
+        """Likewise a call that writes, in one of the writer threads."""
+        return await trio.to_thread.run_sync(self._timed, _WRITE_TICKS, call, *args, limiter=self.writers)
+
+    def _timed(self, ticks_max: int, call: Callable[..., _Result], *args: object) -> _Result:
+        token = object()
+        self._calls[token] = [0, ticks_max]
+        try:
+            return call(*args)
+        finally:
+            del self._calls[token]
+
+    @contextmanager
+    def waiting(self, event: trio.Event) -> Iterator[None]:
+        """While inside, the event is set, too, when the device stalls."""
+        self._waiting.add(event)
+        try:
+            yield
+        finally:
+            self._waiting.discard(event)
+
+    def tick(self) -> bool:
+        """A second has passed; whether the device was put out of service because a call has had no answer for too long.
+
+        Counted, not measured: a process that was stopped has waited for nobody.
+        """
+        late = [False, False]
+        for call in list(self._calls.values()):
+            call[0] += 1
+            if call[0] > call[1]:
+                late[call[1] == READ_TICKS] = True
+        writes, reads = late
+        if reads and self.readable:
+            self._out("stalled", f"a read has had no answer for {READ_TICKS} s")
+            for event in self._waiting:
+                event.set()
+            self.attention.set()
+            return True
+        if writes and self.writable:
+            self.fault(OSError(errno.ETIMEDOUT, f"a write has had no answer for {_WRITE_TICKS} s"))
+            return True
+        return False
 
     # -- the blocking half: in a thread
 
@@ -165,6 +231,7 @@ class Device:
         self.store, self._residency = store, residency
         self.free_bytes, self.size_bytes = free_bytes, size_bytes
         self.medium, self.residency_kind, self.residency_reason = found.medium, found.kind, found.reason
+        self.nowait = store.nowait
         self._buried = {}  # they were found among the dying ones
         self.device_number = store.device_number()
         return loaded
@@ -267,14 +334,17 @@ class Device:
         """The database, None where nothing is persisted."""
         return self._residency
 
-    def probe(self) -> None:
-        """Raise OSError or TierFailed unless the directory is there and takes writes."""
+    def probe(self) -> float:
+        """How many seconds it took to write and sync a little. Raises OSError or TierFailed unless the directory is
+        there and takes writes."""
+        started_s = time.monotonic()
         if not self.store.present():
             raise FileNotFoundError(errno.ENOENT, "the tier directory went away", str(self.root))
         self.store.check_writable()
         self.free_bytes = self.store.free_bytes()
         if self.free_bytes < self._short_bytes:
             raise OSError(errno.ENOSPC, "no space left on the device", str(self.root))
+        return time.monotonic() - started_s
 
     def look(self) -> bool:
         """Refresh the free space; False when the directory is gone."""
@@ -310,10 +380,16 @@ class Device:
         if isinstance(error, OSError) and error.errno in GONE:
             self.attention.set()
         state = "lost" if lost else "degraded"
-        if (self.state, state) in (("ok", "degraded"), ("ok", "lost"), ("degraded", "lost")):
-            self.reason = describe(error)
-            self.state = state
-            _log.error("tier_device_out_of_service path=%s state=%s reason=%r", self.root, state, self.reason)
+        if self.state == "ok" or (self.state in ("degraded", "stalled") and lost):
+            self._out(state, describe(error))
+
+    def answers(self, error: Exception) -> None:
+        """A stalled device answers a probe again, with an error: its objects may be read."""
+        self._out("degraded", describe(error))
+
+    def _out(self, state: str, reason: str) -> None:
+        self.state, self.reason = state, reason
+        _log.error("tier_device_out_of_service path=%s state=%s reason=%r", self.root, state, reason)
 
     def recovered(self) -> None:
         """A probe succeeded. The back-off is kept until a real write has succeeded too."""
@@ -331,7 +407,7 @@ class Device:
 
     def next_probe_s(self) -> float:
         """How long to wait before the next probe; doubles each time while the device stays out of service."""
-        if self.state == "ok":
+        if self.state in ("ok", "stalled"):  # the probe of a stalled device itself waits until it answers
             return self._probe_s
         wait_s = self._backoff_s
         self._backoff_s = min(_PROBE_MAX_S, self._backoff_s * 2)

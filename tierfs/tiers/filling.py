@@ -184,7 +184,7 @@ class Filler:
         try:
             started_s = time.perf_counter()
             await self._open(device, entries, files)
-            statuses = await trio.to_thread.run_sync(_status_all, list(files.values()), limiter=device.writers)
+            statuses = await device.writing(_status_all, list(files.values()))
             for entry, status in zip(files, statuses, strict=True):
                 # Not when another batch has written since, be it over or not: those times are ours.
                 if not entry.stamp_due:
@@ -194,7 +194,7 @@ class Filler:
             await self._write(device, batch, files)
             written = [(files[w.entry], w.block * w.entry.block_bytes, w.length_bytes) for w in batch]
             ranges = [] if self._mapped else written
-            await trio.to_thread.run_sync(_sync, device.store, list(files.values()), ranges, limiter=device.writers)
+            await device.writing(_sync, device.store, list(files.values()), ranges)
             await self._commit(device, batch)
             device.wrote(sum(write.length_bytes for write in batch), time.perf_counter() - started_s)
         except (OSError, sqlite3.Error) as error:
@@ -228,13 +228,17 @@ class Filler:
         missing: list[Entry] = []
         for entry in entries:
             opened = self._descriptors.borrow(entry)
+            if opened is not None and opened.read_only:  # from when the file system was
+                self._descriptors.retire(entry)
+                self._descriptors.give_back(opened)
+                opened = None
             if opened is None:
                 missing.append(entry)
             else:
                 files[entry] = opened
         if missing:
             wanted = [(entry.name, entry.size_bytes) for entry in missing]
-            fresh = await trio.to_thread.run_sync(_open_all, device.store, wanted, limiter=device.writers)
+            fresh = await device.writing(_open_all, device.store, wanted)
             for entry, opened in zip(missing, fresh, strict=True):
                 files[entry] = self._descriptors.add(entry, opened)
 
@@ -251,7 +255,7 @@ class Filler:
                     assert write.lease is not None
                     jobs.append((files[write.entry], write.block * write.entry.block_bytes, write.lease.view))
                 try:
-                    await trio.to_thread.run_sync(_write_part, jobs, limiter=device.writers)
+                    await device.writing(_write_part, jobs)
                 except OSError as error:
                     errors.append(error)
                     if device.store.synchronous and error.errno in _BAD_MEMORY:
@@ -301,7 +305,7 @@ class Filler:
                 return {entry: status for entry, (_, status) in looked.items()}
             batches = [entry.batches for entry in due]  # another that comes and goes meanwhile leaves it to us
             opened = [files[entry] for entry in due]
-            statuses = await trio.to_thread.run_sync(_status_all, opened, limiter=device.writers)
+            statuses = await device.writing(_status_all, opened)
             looked.update(zip(due, zip(batches, statuses, strict=True), strict=True))
 
     def _measure(self, entry: Entry, status: os.stat_result | None, batch: Sequence[Write]) -> None:

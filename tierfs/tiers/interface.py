@@ -5,6 +5,7 @@ The block cache is their only caller on the daemon; the server is the other call
 """
 
 from collections.abc import Set
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -244,6 +245,13 @@ class LocalTier(Protocol):
 
     def objects(self) -> list[tuple[ObjectFacts, frozenset[ObjectKey]]]:
         """Everything that is here, each with all the keys it is known by. Never waits."""
+
+    def waiting(self, key: ObjectKey, event: trio.Event) -> AbstractContextManager[None]:
+        """While inside, the event is set, too, when the medium of that content stops answering.
+
+        It is no longer resident then, but a read of it that was under way keeps its thread, and its buffer, until the
+        medium answers.
+        """
 
     def digest(self, key: ObjectKey, block: int) -> BlockDigest | None:
         """The digest of a resident block, or None."""

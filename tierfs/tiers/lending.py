@@ -56,7 +56,7 @@ class Lending:
 
     def locate_nowait(self, entry: Entry, span: Span) -> Part | None:
         """LocalTier.locate_nowait."""
-        if self._descriptors.lender is None or not self._reader.usable(entry, span):
+        if self._descriptors.lender is None or not self._reader.usable(entry, span) or not self._reader.at_once(entry):
             return None
         opened = self._descriptors.borrow(entry)
         part = None
@@ -81,7 +81,7 @@ class Lending:
         try:
             if opened.lent is None:
                 await self._lend(opened)
-            part = self._place(entry, opened, span)
+            part = self._place(entry, opened, span, await self._reader.status(entry, opened))
             return part
         except OSError as error:
             await self._reader.failed(entry, span.block, error)
@@ -90,13 +90,15 @@ class Lending:
             if part is None:
                 self._descriptors.give_back(opened)
 
-    def _place(self, entry: Entry, opened: OpenObject, span: Span) -> Part | None:
+    def _place(
+        self, entry: Entry, opened: OpenObject, span: Span, status: os.stat_result | None = None
+    ) -> Part | None:
         """The place of a span in an object that is open, and stays so. No checkpoint between here and the caller.
 
         Raises OSError.
         """
         lent = opened.lent
-        if lent is None or not self._reader.untouched(entry, opened) or not self._reader.usable(entry, span):
+        if lent is None or not self._reader.untouched(entry, opened, status) or not self._reader.usable(entry, span):
             return None
         if span.start_bytes == 0:
             self._statistics.hit_blocks += 1
@@ -130,14 +132,14 @@ class Lending:
             lent = opened.lent or await self._lend(opened)
             if lent is None:
                 return "not taken by the channel"
-            if not self._reader.untouched(entry, opened):
+            if not self._reader.untouched(entry, opened, await self._reader.status(entry, opened)):
                 return "changed by somebody else"
             if lacks := _lacks(entry):
                 return lacks
             entry.handed_out = True  # no checkpoint since it was complete: nothing of it is dropped or written now
             if not entry.handed_out_saved and not await self._save(entry):
                 return "cannot be marked"
-            if not self._reader.untouched(entry, opened):
+            if not self._reader.untouched(entry, opened, await self._reader.status(entry, opened)):
                 return "changed by somebody else"
             if lacks := _lacks(entry):
                 return lacks

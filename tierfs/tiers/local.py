@@ -13,7 +13,8 @@ import errno
 import logging
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -24,7 +25,7 @@ from tierfs.blocks.errors import TierFailed
 from tierfs.blocks.ids import BlockDigest, ObjectKey
 from tierfs.blocks.spans import Span, block_count, block_length
 from tierfs.policy.watermarks import Watermarks
-from tierfs.tiers.device import Device, Loaded, Write, choose, describe
+from tierfs.tiers.device import READ_TICKS, Device, Loaded, Write, choose, describe
 from tierfs.tiers.filling import Filler, Space
 from tierfs.tiers.index import Entry, Index
 from tierfs.tiers.interface import Checked, Lease, Lender, LentFile, ObjectFacts, Offer, Part, TierStatistics
@@ -172,6 +173,7 @@ class DirectoryTier:
                     nursery.start_soon(self._filler.run, device)
                     nursery.start_soon(self._filler.run, device)
                     nursery.start_soon(self._watch, device)
+                    nursery.start_soon(self._time, device)
                     nursery.start_soon(self._keep, device)
                 nursery.start_soon(self._removals.close_idle)
                 nursery.start_soon(self._removals.dying.run)
@@ -184,13 +186,13 @@ class DirectoryTier:
 
     def resident(self, key: ObjectKey, block: int) -> bool:
         """See LocalTier."""
-        entry = self._index.get(key)
-        return self._running and entry is not None and entry.has(block)
+        entry = self._readable(key)
+        return entry is not None and entry.has(block)
 
     def resident_bytes(self, key: ObjectKey) -> int:
         """See LocalTier."""
-        entry = self._index.get(key)
-        return entry.resident_bytes if self._running and entry is not None else 0
+        entry = self._readable(key)
+        return entry.resident_bytes if entry is not None else 0
 
     def digest(self, key: ObjectKey, block: int) -> BlockDigest | None:
         """See LocalTier."""
@@ -199,26 +201,26 @@ class DirectoryTier:
 
     def read_nowait(self, key: ObjectKey, span: Span) -> memoryview | None:
         """See LocalTier. The view of a warm tier stays good for as long as it is referenced."""
-        entry = self._index.get(key)
-        found = self._reader.span_nowait(entry, span) if self._running and entry is not None else None
+        entry = self._readable(key)
+        found = self._reader.span_nowait(entry, span) if entry is not None else None
         return self._count_read(found, span.length_bytes)
 
     async def read_soon(self, key: ObjectKey, span: Span) -> memoryview | None:
         """See LocalTier."""
-        entry = self._index.get(key)
+        entry = self._readable(key)
         found = None if entry is None else await self._reader.span_soon(entry, span)
         return self._count_read(found, span.length_bytes)
 
     async def read_span(self, key: ObjectKey, span: Span) -> bytes | bytearray | memoryview | None:
         """See LocalTier."""
-        entry = self._index.get(key)
-        found = await self._reader.span(entry, span) if self._running and entry is not None else None
+        entry = self._readable(key)
+        found = await self._reader.span(entry, span) if entry is not None else None
         return self._count_read(found, span.length_bytes)
 
     async def read_block(self, key: ObjectKey, block: int, buffer: memoryview) -> bool:
         """See LocalTier."""
-        entry = self._index.get(key)
-        found = await self._reader.block(entry, block, buffer) if self._running and entry is not None else False
+        entry = self._readable(key)
+        found = await self._reader.block(entry, block, buffer) if entry is not None else False
         if found:
             self._statistics.read_bytes += len(buffer)
         return found
@@ -367,20 +369,20 @@ class DirectoryTier:
 
     def locate_nowait(self, key: ObjectKey, span: Span) -> Part | None:
         """See LocalTier."""
-        entry = self._index.get(key)
-        found = self._lending.locate_nowait(entry, span) if self._running and entry is not None else None
+        entry = self._readable(key)
+        found = self._lending.locate_nowait(entry, span) if entry is not None else None
         return self._count_read(found, span.length_bytes)
 
     async def locate(self, key: ObjectKey, span: Span) -> Part | None:
         """See LocalTier."""
-        entry = self._index.get(key)
-        found = await self._lending.locate(entry, span) if self._running and entry is not None else None
+        entry = self._readable(key)
+        found = await self._lending.locate(entry, span) if entry is not None else None
         return self._count_read(found, span.length_bytes)
 
     async def whole(self, key: ObjectKey) -> LentFile | None:
         """See LocalTier."""
-        entry = self._index.get(key)
-        return await self._lending.whole(entry) if self._running and entry is not None else None
+        entry = self._readable(key)
+        return await self._lending.whole(entry) if entry is not None else None
 
     async def failed(self, lent: LentFile, offset_bytes: int, error_number: int) -> None:
         """See LocalTier. What was taken back already is not known any more, and nothing happens."""
@@ -404,6 +406,21 @@ class DirectoryTier:
     async def flush(self) -> None:
         """See LocalTier."""
         await self._filler.flush()
+
+    @contextmanager
+    def waiting(self, key: ObjectKey, event: trio.Event) -> Iterator[None]:
+        """See LocalTier."""
+        entry = self._index.get(key)
+        if entry is None:
+            yield
+            return
+        with entry.device.waiting(event):
+            yield
+
+    def _readable(self, key: ObjectKey) -> Entry | None:
+        """The entry, if it can be read now."""
+        entry = self._index.get(key)
+        return entry if self._running and entry is not None and entry.device.readable else None
 
     def _count_read(self, found: _Found | None, length_bytes: int) -> _Found | None:
         if found is not None:
@@ -453,7 +470,7 @@ class DirectoryTier:
     def _settled(self, entries: Iterable[Entry]) -> None:
         """A batch is over: an object that got no block after all goes, and one that waited for the batch may go now."""
         for entry in entries:
-            if not entry.resident_blocks and not entry.pending and entry.device.readable:
+            if not entry.resident_blocks and not entry.pending and entry.device.present:
                 self._removals.remove(entry)
             entry.device.reclaim.set()
 
@@ -584,7 +601,7 @@ class DirectoryTier:
 
     def _measure_capacity(self) -> None:
         """What is configured, but never more than the file systems can hold; two paths may be on one."""
-        stores = {one.device_number: one for one in self._devices if one.readable}
+        stores = {one.device_number: one for one in self._devices if one.present}
         if self._capacity_bytes is None:
             free_bytes = sum(one.free_bytes for one in stores.values())
             capacity_bytes = int(_AUTOMATIC_PART * (free_bytes + self._space.allocated_bytes + self._space.dying_bytes))
@@ -594,13 +611,21 @@ class DirectoryTier:
         self._watermarks = replace(self._watermarks, capacity_bytes=capacity_bytes)
         self._statistics.capacity_bytes = capacity_bytes
 
+    async def _time(self, device: Device) -> None:
+        while True:
+            await trio.sleep(_TICK_S)
+            if device.tick():
+                self._statistics.failed_writes += self._filler.drop_queue(device)
+
     async def _watch(self, device: Device) -> None:
         while True:
             with trio.move_on_after(device.next_probe_s()):
                 await device.attention.wait()
             device.attention = trio.Event()
             try:
-                if device.state == "degraded":
+                if device.state == "stalled":
+                    await self._probe_stalled(device)
+                elif device.state == "degraded":
                     await device.blocking(device.probe)
                     device.recovered()
                 elif device.state == "ok" and not await device.blocking(device.look):
@@ -611,6 +636,20 @@ class DirectoryTier:
                 device.fault(error)
             if device.state == "lost":
                 await self._reopen(device)
+
+    async def _probe_stalled(self, device: Device) -> None:
+        """Waits until the device answers, however long that takes; in service once it does so in time."""
+        try:
+            took_s = await device.blocking(device.probe)
+        except FileNotFoundError:
+            raise
+        except (OSError, TierFailed) as error:
+            device.answers(error)
+            return
+        if took_s < READ_TICKS * _TICK_S:
+            device.recovered()
+        else:
+            device.attention.set()
 
     def _lose(self, device: Device, error: Exception) -> None:
         """The directory is gone: its objects, and nothing else, are misses."""

@@ -58,6 +58,7 @@ class OpenObject:
     lent: LentFile | None = None  # what the channel has of it; taken back before it is closed
     lend_again_s: float = 0.0  # on trio's clock: the channel refused it, and is not asked before
     synchronous: bool = False  # on persistent memory: see ObjectStore
+    read_only: bool = False  # the file system was when it was opened: not for writing
 
     def reopen(self) -> int:
         """A read-only descriptor of the very same file, with a file description of its own. Raises OSError.
@@ -106,6 +107,7 @@ class ObjectStore:
     def __init__(self, root: Path, *, mapped: bool = False) -> None:
         self.root = root
         self.direct = False
+        self.nowait = True  # whether the file system knows RWF_NOWAIT; where not, fstat may have to wait for it, too
         self.medium = "directory"
         self.synchronous = False
         self._mapped = mapped
@@ -129,6 +131,7 @@ class ObjectStore:
             self._dying_fd = self._make_folder("dying")
             self.medium = medium_of(self._root_fd)
             self.direct = not self._mapped and self._can_direct()
+            self.nowait = self._can_nowait()
         except BaseException:
             self.close()
             raise
@@ -199,18 +202,25 @@ class ObjectStore:
                 os.mkdir(folder, 0o700, dir_fd=self._objects_fd)
         folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=self._objects_fd)
         try:
-            flags = os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
-            fd = os.open(leaf, flags, 0o600, dir_fd=folder_fd)
+            access = os.O_RDWR
+            try:
+                fd = os.open(leaf, access | os.O_NOFOLLOW | (os.O_CREAT if create else 0), 0o600, dir_fd=folder_fd)
+            except OSError as error:
+                if create or error.errno != errno.EROFS:
+                    raise
+                access = os.O_RDONLY
+                fd = os.open(leaf, access | os.O_NOFOLLOW, dir_fd=folder_fd)
             try:
                 if create and os.fstat(fd).st_size != size_bytes:
                     os.ftruncate(fd, size_bytes)
                 direct_fd = None
                 if self.direct:
-                    direct_fd = os.open(leaf, os.O_RDWR | os.O_NOFOLLOW | os.O_DIRECT, dir_fd=folder_fd)
+                    direct_fd = os.open(leaf, access | os.O_NOFOLLOW | os.O_DIRECT, dir_fd=folder_fd)
             except BaseException:
                 os.close(fd)
                 raise
-            return OpenObject(fd, direct_fd, size_bytes, synchronous=self.synchronous)
+            read_only = access == os.O_RDONLY
+            return OpenObject(fd, direct_fd, size_bytes, synchronous=self.synchronous, read_only=read_only)
         finally:
             os.close(folder_fd)
 
@@ -343,6 +353,15 @@ class ObjectStore:
         with contextlib.suppress(FileExistsError):
             os.mkdir(name, 0o700, dir_fd=self._root_fd)
         return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=self._root_fd)
+
+    def _can_nowait(self) -> bool:
+        try:
+            os.preadv(self._lock_fd, [bytearray(1)], 0, os.RWF_NOWAIT)
+        except BlockingIOError:
+            return True
+        except OSError as error:
+            return error.errno != errno.EOPNOTSUPP
+        return True
 
     def _can_direct(self) -> bool:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_DIRECT

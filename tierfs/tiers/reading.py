@@ -47,7 +47,7 @@ class Reader:
 
     def span_nowait(self, entry: Entry, span: Span) -> memoryview | None:
         """LocalTier.read_nowait."""
-        if not self.usable(entry, span):
+        if not self.usable(entry, span) or not self.at_once(entry):
             return None
         opened = self._descriptors.borrow(entry)
         if opened is None and self._mapped:
@@ -80,7 +80,7 @@ class Reader:
         """LocalTier.read_soon. A read with RWF_NOWAIT that finds nothing has started the disk's read all the same; an
         NVMe disk has it after some 60 microseconds, less than a hop to a thread and back takes.
         """
-        if self._mapped or span.length_bytes > _SOON_BYTES or not self.usable(entry, span):
+        if self._mapped or span.length_bytes > _SOON_BYTES or not self.usable(entry, span) or not self.at_once(entry):
             return None
         opened = self._descriptors.borrow(entry)
         if opened is None:
@@ -108,15 +108,15 @@ class Reader:
         if opened is None:
             return None
         try:
-            if not self.untouched(entry, opened) or not self.usable(entry, span):
+            before = await self.status(entry, opened)
+            if not self.untouched(entry, opened, before) or not self.usable(entry, span):
                 return None
             offset_bytes = span.block * entry.block_bytes + span.start_bytes
             serial = entry.stamp_serial
-            data = await trio.to_thread.run_sync(
-                os.pread, opened.fd, span.length_bytes, offset_bytes, limiter=entry.device.readers
-            )
+            data = await entry.device.reading(os.pread, opened.fd, span.length_bytes, offset_bytes)
+            after = await self.status(entry, opened)
             # Another reader may have noticed a foreign write meanwhile, and taken the new stamp.
-            if not self.untouched(entry, opened) or serial != entry.stamp_serial or not self.usable(entry, span):
+            if not self.untouched(entry, opened, after) or serial != entry.stamp_serial or not self.usable(entry, span):
                 return None
         except OSError as error:
             await self.failed(entry, span.block, error)
@@ -139,15 +139,14 @@ class Reader:
         if opened is None:
             return False
         try:
-            self.untouched(entry, opened)
+            self.untouched(entry, opened, await self.status(entry, opened))
             if not entry.has(block):
                 return False
             serial = entry.stamp_serial
-            found = await trio.to_thread.run_sync(
-                _read_and_digest, opened, block * entry.block_bytes, buffer, limiter=entry.device.readers
-            )
+            found = await entry.device.reading(_read_and_digest, opened, block * entry.block_bytes, buffer)
+            after = await self.status(entry, opened)
             # The stamp again, after the read: what was compared must be what later reads will find.
-            untouched = not entry.removing and self.untouched(entry, opened) and serial == entry.stamp_serial
+            untouched = not entry.removing and self.untouched(entry, opened, after) and serial == entry.stamp_serial
         except OSError as error:
             await self.failed(entry, block, error)
             return False
@@ -174,9 +173,7 @@ class Reader:
         if opened is not None:
             return opened
         try:
-            fresh = await trio.to_thread.run_sync(
-                entry.device.store.open_object, entry.name, entry.size_bytes, limiter=entry.device.readers
-            )
+            fresh = await entry.device.reading(entry.device.store.open_object, entry.name, entry.size_bytes)
         except OSError as error:
             self._open_failed(entry, error)
             return None
@@ -192,12 +189,24 @@ class Reader:
         assert span.start_bytes + span.length_bytes <= entry.length_bytes(span.block)
         return True
 
-    def untouched(self, entry: Entry, opened: OpenObject) -> bool:
+    def at_once(self, entry: Entry) -> bool:
+        """Whether looking at an open object of it never waits for its medium."""
+        return self._mapped or entry.device.nowait
+
+    async def status(self, entry: Entry, opened: OpenObject) -> os.stat_result:
+        """fstat of the open object: at once where that never waits (a local disk keeps the inode of an open file in
+        memory), else in a thread (a network's file system may ask its server). Raises OSError.
+        """
+        if self.at_once(entry):
+            return os.fstat(opened.fd)
+        return await entry.device.reading(os.fstat, opened.fd)
+
+    def untouched(self, entry: Entry, opened: OpenObject, status: os.stat_result | None = None) -> bool:
         """Whether the file is as we left it. If not, what it may have lost is dropped, the rest is to be verified.
 
-        Raises OSError.
+        ``status``: how it was just now; where it is not given it is looked at. Raises OSError.
         """
-        status = os.fstat(opened.fd)
+        status = status or os.fstat(opened.fd)
         if entry.removing:
             return False
         if status.st_size != entry.size_bytes or status.st_nlink == 0:
@@ -277,7 +286,7 @@ class Reader:
         device = entry.device
         try:
             async with device.lock:
-                if entry.removing or not device.readable:
+                if entry.removing or not device.present:
                     return
                 if entry.handed_out:
                     await device.blocking(device.forget, [entry.name])

@@ -1,0 +1,66 @@
+"""A server and a mount whose warm directory is on a disk that can be hurt. What must hold is as for a hurt source."""
+
+import sqlite3
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.faults.faulty_disk import Disk
+from tests.faults.source_world import SourceWorld
+from tests.integration.processes import drop_caches, eventually
+
+
+class DiskWorld(SourceWorld):
+    """Model a is in warm, b to d are cold."""
+
+    def __init__(self, models: Path, tmp_path: Path, serve: Any, mount: Any, **options: Any) -> None:
+        self.disk = Disk(tmp_path)
+        super().__init__(models, tmp_path, serve, mount, warm_directory=self.disk.path / "warm", **options)
+
+    def close(self) -> None:
+        """The mount's descriptors on the disk go first, or its daemon would be left in a read that nobody answers."""
+        self.disk.suffer("stall", 0)
+        self.mounted.cleanup()
+        self.disk.close()
+        super().close()
+
+    def warm(self) -> dict[str, Any]:
+        """What status says of the warm tier."""
+        found: dict[str, Any] = self.mounted.status()["tiers"]["warm"]
+        return found
+
+    def in_service(self, within_s: float = 15) -> None:
+        """The tier comes back by itself."""
+        eventually(lambda: self.warm()["state"] == "ok", "warm is in service", within_s)
+
+    def is_right(self, *models: str, within_s: float = 10) -> None:
+        """Each is read without an error, in time."""
+        for model in models:
+            drop_caches()
+            outcome = self.read(model)
+            assert outcome.what == "right", (model, outcome)
+            assert outcome.took_s < within_s, (model, outcome)
+
+    def fetched_by(self, *models: str) -> int:
+        """Bytes that came from the source while these were read."""
+        before = int(self.mounted.status()["source"]["fetched_bytes"])
+        self.is_right(*models)
+        return int(self.mounted.status()["source"]["fetched_bytes"]) - before
+
+    def settled(self) -> None:
+        """Nothing waits to be written any more."""
+        eventually(lambda: not self.warm()["queued_bytes"], "written")
+        time.sleep(0.1)
+
+    def remount(self) -> None:
+        """Unmount and mount: nothing is in memory any more."""
+        self.settled()
+        self.mounted.unmount()
+        drop_caches()
+        self.mounted.mount()
+
+    def rebooted(self) -> None:
+        """What is left of the tier was written under another boot."""
+        with sqlite3.connect(self.disk.backing / "warm" / "residency.db") as database:
+            assert database.execute("UPDATE meta SET value = 'another' WHERE name = 'boot'").rowcount == 1
+        database.close()

@@ -1,0 +1,29 @@
+"""The warm disk turned read-only, as ext4 does after an error."""
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.faults.disk_world import DiskWorld
+
+pytestmark = pytest.mark.fuse
+
+
+@pytest.mark.parametrize("mode", ["channel", "direct"])
+def test_a_read_only_disk_is_read_and_written_again_later(disk_world: Callable[..., DiskWorld], mode: str) -> None:
+    world = disk_world(mode=mode)
+    world.remount()
+    with world.disk.suffering("read_only"):
+        assert world.fetched_by("a") == 0  # opened for the first time since the start
+        world.is_right("b", "c")
+        world.settled()
+        warm = world.warm()
+        assert warm["state"] == "degraded" and "Read-only" in warm["reason"]
+        world.others_are_fine()
+    world.in_service()
+    assert world.said("tier_device_out_of_service") == world.said("tier_device_in_service") == 1
+    world.is_right("d")
+    world.settled()
+    world.remount()
+    assert world.fetched_by("a", "d") == 0
+    world.log_is_short(10)
