@@ -199,7 +199,8 @@ class FaultyDisk(pyfuse3.Operations):
     async def readdir(self, fh: int, start_id: int, token: Any) -> None:
         await self._meet()
         for number, name in enumerate(sorted(os.listdir(f"/proc/self/fd/{self._at[fh]}")), 1):
-            if number > start_id and not pyfuse3.readdir_reply(token, name.encode(), self._find(fh, name.encode()), number):
+            entry = self._find(fh, name.encode())
+            if number > start_id and not pyfuse3.readdir_reply(token, name.encode(), entry, number):
                 return
 
     async def statfs(self, ctx: Any) -> pyfuse3.StatvfsData:

@@ -9,7 +9,7 @@ from tests.faults.disk_world import DiskWorld
 pytestmark = pytest.mark.fuse
 
 
-@pytest.mark.parametrize("mode", ["channel", "direct"])
+@pytest.mark.parametrize("mode", ["direct"])
 def test_a_full_disk_keeps_what_it_has_and_takes_more_later(disk_world: Callable[..., DiskWorld], mode: str) -> None:
     world = disk_world(mode=mode)
     world.remount()

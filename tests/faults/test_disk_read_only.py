@@ -9,7 +9,7 @@ from tests.faults.disk_world import DiskWorld
 pytestmark = pytest.mark.fuse
 
 
-@pytest.mark.parametrize("mode", ["channel", "direct"])
+@pytest.mark.parametrize("mode", ["direct"])
 def test_a_read_only_disk_is_read_and_written_again_later(disk_world: Callable[..., DiskWorld], mode: str) -> None:
     world = disk_world(mode=mode)
     world.remount()

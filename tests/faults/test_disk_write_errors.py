@@ -6,7 +6,7 @@ import pytest
 
 from tests.faults.disk_world import DiskWorld
 
-pytestmark = pytest.mark.fuse
+pytestmark = [pytest.mark.fuse, pytest.mark.long]
 
 
 def test_writes_that_fail_cost_nothing_but_the_tier(disk_world: Callable[..., DiskWorld]) -> None:

@@ -90,9 +90,7 @@ class Lending:
             if part is None:
                 self._descriptors.give_back(opened)
 
-    def _place(
-        self, entry: Entry, opened: OpenObject, span: Span, status: os.stat_result | None = None
-    ) -> Part | None:
+    def _place(self, entry: Entry, opened: OpenObject, span: Span, status: os.stat_result | None = None) -> Part | None:
         """The place of a span in an object that is open, and stays so. No checkpoint between here and the caller.
 
         Raises OSError.
