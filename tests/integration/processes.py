@@ -80,7 +80,7 @@ class Serve:
 
 
 class Mount:
-    """A tierfs that can be mounted; `warm`, `hot` and `options` are the lines of those tables, and of mount's."""
+    """A tierfs that can be mounted; `warm`, `hot`, `source` and `options` are lines of those tables, and of mount's."""
 
     def __init__(
         self,
@@ -94,6 +94,7 @@ class Mount:
         token_file: str = "",
         mode: str = "direct",
         options: str = "",
+        source: str = "",
     ) -> None:
         self.path = work / "mnt"
         self.path.mkdir()
@@ -102,6 +103,7 @@ class Mount:
         self.config = work / "mount.toml"
         text = f'state_dir = "{work}/state"\n[source]\nurl = "{url}"\ntimeout = "{timeout}"\n'
         text += f'token_file = "{token_file}"\n' if token_file else ""
+        text += source
         text += f"[warm]\n{warm}\n" if warm else ""
         text += f"[hot]\n{hot}\n" if hot else ""
         text += f'[mount]\nmode = "{mode}"\n{options}\n'

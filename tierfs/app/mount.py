@@ -429,7 +429,7 @@ class _Mount:
         statistics = source.statistics()
         reason = f"the source {statistics.url} cannot be reached: {statistics.reason or 'no answer'}"
         if remembered is None:
-            advice = "check that `tierfs serve` runs there and that the address is right"
+            advice = "check that `tierfs serve` runs there, the address, and that source.tls is as the server has it"
             if directory is not None:
                 advice = "check that the directory is there and can be read"
             raise SourceUnavailable(f"{reason}; {advice}")

@@ -27,7 +27,8 @@ _PROGRESS_S = 10.0
 
 
 def serve(config: ServeConfig, *, ready_file: Path | None) -> None:
-    """Serve until SIGTERM or SIGINT. ``ready_file`` gets the URL of each export, one a line, once connections may come.
+    """Serve until SIGTERM or SIGINT; SIGHUP reads the certificate again. ``ready_file`` gets the URL of each export,
+    one a line, once connections may come.
 
     Raises ConfigError (an export without a token on an address others can reach, an address in use).
     """
@@ -67,7 +68,7 @@ async def _serve(config: ServeConfig, ready_file: Path | None) -> None:
         rdma=RdmaService(PyVerbs, memory_bytes=config.server.rdma_memory) if config.server.rdma_memory else None,
     )
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(_stop_on_signal, nursery.cancel_scope)
+        nursery.start_soon(_signals, nursery.cancel_scope, server, config)
         for source in sources.values():
             await nursery.start(_run_source, source)
         addresses: Sequence[Address] = await nursery.start(server.run)
@@ -84,11 +85,27 @@ async def _run_source(source: DirectorySource, *, task_status: "trio.TaskStatus[
     await source.run(task_status=task_status)
 
 
-async def _stop_on_signal(scope: trio.CancelScope) -> None:
-    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as received:
+async def _signals(scope: trio.CancelScope, server: Server, config: ServeConfig) -> None:
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as received:
         async for number in received:
+            if number == signal.SIGHUP:
+                _renew_certificate(server, config)
+                continue
             log.info("stopping signal=%d pid=%d", number, os.getpid())
             scope.cancel()
+
+
+def _renew_certificate(server: Server, config: ServeConfig) -> None:
+    """Read the certificate's files again; with a mistake in them the old one stays."""
+    cert_file = config.server.tls_cert_file
+    try:
+        renewed = server_tls(cert_file, config.server.tls_key_file)
+    except TierfsError as error:
+        log.error("certificate_not_renewed reason=%s", error)
+        return
+    if renewed is not None:
+        server.renew_tls(renewed)
+        log.info("certificate_renewed file=%s", cert_file)
 
 
 async def _report_progress(sources: dict[str, DirectorySource]) -> None:

@@ -65,6 +65,11 @@ class Server:
         self._refusing = 0
         self._complaints: OrderedDict[tuple[str, str], None] = OrderedDict()
 
+    def renew_tls(self, tls: ssl.SSLContext) -> None:
+        """Another certificate, for connections that come from now on. Only of a server that speaks TLS."""
+        assert self._tls is not None
+        self._tls = tls
+
     def statistics(self) -> ServerStatistics:
         """Counters; never waits. The caller must not change them."""
         statistics = self._statistics
