@@ -92,12 +92,14 @@ class SourceWorld:
         command = [sys.executable, "-c", READER, how, str(self.mounted.path / model / "model.bin")]
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
-    def outcome(self, model: str, reader: "subprocess.Popen[str]", within_s: float) -> str:
-        """What it printed. A wrong byte, a hang and a signal fail the test."""
+    def outcome(self, model: str, reader: "subprocess.Popen[str]", within_s: float, *, sigbus: bool = False) -> str:
+        """What it printed. A wrong byte, a hang and a signal fail the test; SIGBUS of a map may stand for ENOTCONN."""
         try:
             printed = reader.communicate(timeout=within_s)[0].strip()
         finally:
             reader.kill()
+        if sigbus and reader.returncode == -signal.SIGBUS:
+            return "ENOTCONN"
         assert reader.returncode == 0, f"the reader of {model} ended with {reader.returncode}"
         if printed.isdigit():
             return errno.errorcode[int(printed)]

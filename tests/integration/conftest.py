@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,7 @@ def mount(tmp_path: Path, serve: object) -> Iterator[Callable[..., Mount]]:
     """mount(url, warm=..., hot=..., extra=...) -> Mount; cleaned up afterwards, before the servers end."""
     made: list[Mount] = []
 
-    def make(url: str, **options: str) -> Mount:
+    def make(url: str, **options: Any) -> Mount:
         work = tmp_path / f"mount{len(made)}"
         work.mkdir()
         made.append(Mount(url, work, **options))

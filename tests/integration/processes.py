@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,12 @@ ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
-def tierfs(*arguments: object, timeout_s: float = 60, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """Run one command to its end."""
+def tierfs(
+    *arguments: object, timeout_s: float = 60, check: bool = True, prefix: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Run one command to its end; ``prefix`` is a command that runs it in turn."""
     done = subprocess.run(
-        [sys.executable, "-m", "tierfs.cli.main", *map(str, arguments)],
+        [*prefix, sys.executable, "-m", "tierfs.cli.main", *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=timeout_s,
@@ -95,7 +97,9 @@ class Mount:
         mode: str = "direct",
         options: str = "",
         source: str = "",
+        descriptor_limit: int = 0,
     ) -> None:
+        self._prefix = ("prlimit", f"--nofile={descriptor_limit}:{descriptor_limit}") if descriptor_limit else ()
         self.path = work / "mnt"
         self.path.mkdir()
         self.work = work
@@ -112,7 +116,7 @@ class Mount:
 
     def mount(self) -> None:
         """Mount, as the command does."""
-        tierfs("mount", self.config, self.path)
+        tierfs("mount", self.config, self.path, prefix=self._prefix)
         status = self.status()
         self.pid = int(status["daemon"]["pid"])
         self.channel_pid = int(status["channel"]["pid"]) if status["mode"] == "channel" else 0
