@@ -306,9 +306,9 @@ def loads(world: World, seed: int, number: int) -> Iterator[Callable[[], None]]:
     commands: list[tuple[str, list[str]]] = []
     for mounted in world.mounts:
         kind = mounted.work.name
-        roles = {"read": range(8), "maps": range(1, 4), "find": (), "churn": range(8)}
+        roles = {"read": range(8), "maps": range(1, 4), "find-while-publishing": (), "churn": range(8)}
         if kind == "channel":
-            roles["list"] = ()
+            roles["list-while-publishing"] = ()
         for role, models in roles.items():
             command = [str(LOAD), role, str(mounted.path), str(world.truth), str(stop), str(seed + len(commands))]
             commands.append((f"{kind} {role}", [*command, *(f"m{model}/weights.bin" for model in models)]))
