@@ -119,7 +119,7 @@ def format_duration(seconds: float) -> str:
     if seconds < 0:
         return "-" + format_duration(-seconds)
     if 0 < seconds < 0.0009995:
-        return f"{seconds * 1e6:.0f}us"
+        return f"{seconds * 1e6:.3g}us"
     if 0 < seconds < 0.9995:
         return f"{seconds * 1e3:.3g}ms"
     if seconds < 119.5:
