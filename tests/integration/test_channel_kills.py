@@ -320,6 +320,32 @@ def test_a_daemon_that_lived_without_work_is_followed_at_once(
     assert victims.pauses()[-1] == "0.0"
 
 
+def test_a_listing_that_pauses_over_new_versions_and_new_daemons_goes_on(
+    tmp_path: Path, mount: MakeMount, serve: Callable[..., Serve]
+) -> None:
+    root = tmp_path / "models"
+    (root / "many").mkdir(parents=True)
+    expected = [f"a-rather-long-name-of-a-small-file-{number:05d}" for number in range(2500)]
+    for name in expected:
+        (root / "many" / name).touch()
+    mounted = mount(serve(root, "--set", "exports..rescan=100ms").url, mode="channel")
+    victims = Victims(mounted)
+    with os.scandir(mounted.path / "many") as entries:
+        names = [next(entries).name]
+        for number in range(4):
+            generation = mounted.status()["catalog"]["generation"]
+            (root / f"new{number}").touch()
+            if number % 2:  # else it is new to the next daemon only
+                eventually(lambda seen=generation: mounted.status()["catalog"]["generation"] > seen, "a new generation")
+            victims.kill(mounted.pid)
+            time.sleep(0.3)
+            victims.ready(victims.next())
+            names += [next(entries).name for _ in range(400)]
+        names += [entry.name for entry in entries]
+    assert sorted(names) == expected
+    assert (mounted.path / "new3").exists()
+
+
 WAYS = ["replaced", "told", "stopped, then killed", "killed", "stopped, then replaced"]
 
 

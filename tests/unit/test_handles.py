@@ -259,6 +259,30 @@ def test_a_listing_of_a_generation_that_is_not_here_is_stale_at_any_position() -
     trio.run(test)
 
 
+def test_a_listing_begun_before_a_change_and_another_daemon_goes_on() -> None:
+    async def test() -> None:
+        source = MemorySource({b"d/a": b"1", b"d/b": b"2"}, block_bytes=BLOCK)
+        async with daemon(source) as first:
+            before = first.tree
+            handle, other = (first.open_directory(first.resolve(path).inode) for path in (b"d", b""))
+        source.publish({b"c/a": b"1", b"d/b": b"2"})
+        async with daemon(source) as second:
+            second.expect_listings([before, second.tree])
+            assert names(second, handle, 3) == [b"b"]
+            source.publish({b"e": b"2"})
+            current = second.open_directory(1)
+            second.close_directory(current)
+            second.replace(tree_of(await source.publication(), second))
+            assert names(second, current) == [b".", b"..", b"c", b"d"]  # a daemon without its source shows such a tree
+            second.expect_listings(())
+            assert names(second, handle, 2) == [b"a", b"b"]  # counted since its first use
+            second.close_directory(handle)  # the last one of that generation
+            with pytest.raises(StaleVersion):
+                names(second, other)
+
+    trio.run(test)
+
+
 def test_an_old_tree_stays_until_its_last_listing_is_closed() -> None:
     async def test() -> None:
         source = MemorySource({b"d/a": b"1"}, block_bytes=BLOCK)

@@ -1,5 +1,6 @@
 """The last publication, kept for a start without the source."""
 
+import os
 from pathlib import Path
 
 from tierfs.blocks.ids import ContentId, VersionId
@@ -54,3 +55,18 @@ def test_a_full_disk_is_no_reason_to_fail(tmp_path: Path) -> None:
     gone.rmdir()
     remembered.replace(Publication(CATALOG, {A: CONTENT}, 1))
     remembered.add({B: CONTENT})
+
+
+def test_the_catalogs_before_the_last_one_come_back_while_they_are_young(tmp_path: Path) -> None:
+    catalogs = [catalog_of({b"f%d" % number: b"1"}, block_bytes=4096) for number in range(7)]
+    remembered = Remembered(tmp_path)
+    for catalog in catalogs:
+        remembered.replace(Publication(catalog, {}, 1))
+        remembered.replace(Publication(catalog, {}, 1))  # the same again
+    now_s = (tmp_path / "catalog").stat().st_mtime
+    assert Remembered(tmp_path).earlier(now_s, 60) == catalogs[5:1:-1]
+    assert Remembered(tmp_path).earlier(now_s + 61, 60) == []
+    os.utime(tmp_path / "catalog.1", (now_s - 100, now_s - 100))  # since then catalog.2 is superseded
+    assert Remembered(tmp_path).earlier(now_s, 60) == catalogs[5:4:-1]
+    (tmp_path / "catalog.1").write_bytes(b"nonsense")
+    assert Remembered(tmp_path).earlier(now_s, 60) == []

@@ -60,6 +60,7 @@ from tierfs.tiers.local import DirectoryTier
 log = logging.getLogger(__name__)
 
 _BLOCKS_MIN = 16
+_LISTINGS_S = 60.0  # how long a listing may pause while the daemon is replaced and the tree changes
 _REMEMBERED_AFTER_S = 5.0  # how long a start waits for the source when it has a remembered publication
 _TOLD_S = 1.0  # a channel that is stopped does not answer
 _UNMOUNTED_S = 2.0  # the channel unmounts when it is told that the mount shall end
@@ -213,6 +214,7 @@ class _Mount:
             await outer.start(_running, promoter)
             if self._channel is not None and self._taking_over:
                 await self._take_over(self._channel, filesystem, publication)
+                outer.start_soon(_forget_listings, filesystem)
             await outer.start(lambda task_status: pins.run(cache, task_status=task_status))
             outer.start_soon(self._follow, source, filesystem, publication, pins)
             await self._serve(filesystem, prefetcher, promoter, pins, tiers)
@@ -221,13 +223,18 @@ class _Mount:
     async def _take_over(self, channel: Channel, filesystem: Filesystem, publication: Publication) -> None:
         """Learn what is open from the daemon before this one: of the newest generation, or of one that is gone."""
         handles = await channel.handles()
+        catalogs = await trio.to_thread.run_sync(self._remembered.earlier, time.time(), _LISTINGS_S)
+        trees = [await trio.to_thread.run_sync(Tree, catalog, filesystem.inodes) for catalog in catalogs]
+        trees.append(filesystem.tree)
         if self._before is not None and self._before.catalog != publication.catalog:
             before = await trio.to_thread.run_sync(Tree, self._before.catalog, filesystem.inodes)
             filesystem.cache.learn(self._before.contents)  # what its blocks are found by
+            trees.append(before)
             records = filesystem.superseded_since(before, handles)
             await trio.to_thread.run_sync(self._superseded.replace, records)
             await trio.to_thread.run_sync(self._remembered.replace, publication)
         self._before = None
+        filesystem.expect_listings(trees)
         filesystem.adopt_all(handles)
 
     async def _serve(
@@ -469,6 +476,12 @@ class _Mount:
                 await trio.to_thread.run_sync(self._remembered.add, newest.contents)
             publication = newest
             await trio.sleep(_CONTENT_BATCH_S)
+
+
+async def _forget_listings(filesystem: Filesystem) -> None:
+    """Listings of earlier daemons that were not gone on with by now do not hold their trees any longer."""
+    await trio.sleep(_LISTINGS_S)
+    filesystem.expect_listings(())
 
 
 async def _running(

@@ -4,19 +4,22 @@ is down.
     catalog    the encoded catalog, replaced atomically with each generation
     contents   records of 32 bytes, a version id and its content id; begun anew with each generation, appended to as
                content ids become known. A torn last record is ignored.
+    catalog.1… those before it, the newest first: a daemon that follows another one goes on with listings of them
 """
 
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from tierfs.blocks.errors import ProtocolError
 from tierfs.blocks.ids import ID_BYTES, ContentId, VersionId
-from tierfs.catalog.schema import Kind, Publication, decode, encode
+from tierfs.catalog.schema import Catalog, Kind, Publication, decode, encode
 
 log = logging.getLogger(__name__)
 
 _RECORD_BYTES = 2 * ID_BYTES
+_EARLIER = 4  # each is decoded at the start of a daemon that follows another one
 
 
 class Remembered:
@@ -49,6 +52,20 @@ class Remembered:
         }
         return Publication(catalog, contents, -1)
 
+    def earlier(self, now_s: float, within_s: float) -> list[Catalog]:
+        """The catalogs before it that were superseded within the last seconds (of the wall clock), the newest first."""
+        found: list[Catalog] = []
+        follower = self._catalog
+        for number in range(1, _EARLIER + 1):
+            try:
+                if follower.stat().st_mtime < now_s - within_s:
+                    break
+                follower = self._earlier(number)
+                found.append(decode(follower.read_bytes()))
+            except (OSError, ProtocolError):
+                break
+        return found
+
     def replace(self, publication: Publication) -> None:
         """Keep another generation instead."""
         versions = {VersionId(entry.version) for entry in publication.catalog.entries if entry.kind is Kind.FILE}
@@ -56,7 +73,9 @@ class Remembered:
         try:
             # Contents first: they are keyed by version, so extra ones beside an older catalog do no harm.
             self._write(self._contents, b"".join(version + content for version, content in pairs.items()))
-            self._write(self._catalog, encode(publication.catalog))
+            encoded = encode(publication.catalog)
+            if self._put_aside_unless(encoded):
+                self._write(self._catalog, encoded)
         except OSError as error:
             log.warning("catalog_not_remembered path=%s error=%s", self._catalog, error)
         self._known = set(pairs)
@@ -72,6 +91,23 @@ class Remembered:
             except OSError as error:
                 log.warning("contents_not_remembered path=%s error=%s", self._contents, error)
             self._known.update(new)
+
+    def _earlier(self, number: int) -> Path:
+        return self._catalog.with_suffix(f".{number}")
+
+    def _put_aside_unless(self, encoded: bytes) -> bool:
+        """The catalog becomes the first of the earlier ones, and stays in place; False if it is this one already."""
+        try:
+            if self._catalog.read_bytes() == encoded:
+                return False
+        except FileNotFoundError:
+            return True
+        for number in range(_EARLIER - 1, 0, -1):
+            if self._earlier(number).exists():
+                self._earlier(number).replace(self._earlier(number + 1))
+        self._earlier(1).unlink(missing_ok=True)
+        os.link(self._catalog, self._earlier(1))
+        return True
 
     @staticmethod
     def _write(path: Path, data: bytes) -> None:

@@ -240,6 +240,10 @@ class Filesystem:
         assert node.entry.kind is Kind.DIRECTORY
         return self._listings.open(self.tree, node)
 
+    def expect_listings(self, trees: Iterable[Tree]) -> None:
+        """Listings of an earlier daemon may be of the newest generation or of these, until another call."""
+        self._listings.expect(trees)
+
     def entries(self, handle: int, start: int) -> Iterator[tuple[bytes, Node, int]]:
         """Name, node and link count from a position on; the two dots come first.
 

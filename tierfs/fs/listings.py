@@ -3,8 +3,10 @@
     handle  =  the low 31 bits of the generation  |  the directory's position in that catalog, 32 bits
 
 What must hold: a tree stays as long as a listing on it is open, so that the listing stays stable while generations
-change. A handle of an earlier daemon counts from its first use on.
+change. A handle of an earlier daemon counts from its first use on; the trees it may be of are kept for a while.
 """
+
+from collections.abc import Iterable
 
 from tierfs.blocks.errors import StaleVersion
 from tierfs.catalog.schema import Kind
@@ -21,6 +23,11 @@ class Listings:
     def __init__(self) -> None:
         self._trees: dict[int, Tree] = {}  # by what a handle says of the generation: trees with open listings
         self._opens: dict[int, int] = {}  # by handle
+        self._earlier: dict[int, Tree] = {}  # trees that listings of an earlier daemon may be of
+
+    def expect(self, trees: Iterable[Tree]) -> None:
+        """Listings of an earlier daemon may be of these trees, until another call."""
+        self._earlier = {_name(tree): tree for tree in trees}
 
     def open(self, tree: Tree, directory: Node) -> int:
         """One more listing of that directory; its handle."""
@@ -33,6 +40,7 @@ class Listings:
         tree = self._trees.get(handle >> _POSITION_BITS)
         if tree is None and handle >> _POSITION_BITS == _name(newest):
             tree = newest
+        tree = tree or self._earlier.get(handle >> _POSITION_BITS)
         position = handle & _POSITION_MASK
         if tree is None or position >= len(tree.catalog.entries):
             raise StaleVersion(
