@@ -27,33 +27,25 @@ def models(tmp_path: Path) -> Path:
     return root
 
 
-@pytest.fixture
-def source_world(
-    models: Path, tmp_path: Path, serve: Callable[..., object], mount: Callable[..., object]
-) -> Iterator[Callable[..., SourceWorld]]:
-    """source_world(mode=..., timeout=...) -> SourceWorld; its proxy is closed before the mount is taken down."""
-    made: list[SourceWorld] = []
+def _worlds(kind: type[SourceWorld]) -> Any:
+    """A fixture: world(mode=..., timeout=...) -> one of that kind; closed before its mount and its server are."""
 
-    def make(**options: Any) -> SourceWorld:
-        made.append(SourceWorld(models, tmp_path, serve, mount, **options))
-        return made[-1]
+    @pytest.fixture
+    def make_world(
+        models: Path, tmp_path: Path, serve: Callable[..., object], mount: Callable[..., object]
+    ) -> Iterator[Callable[..., SourceWorld]]:
+        made: list[SourceWorld] = []
 
-    yield make
-    for world in made:
-        world.close()
+        def make(**options: Any) -> SourceWorld:
+            made.append(kind(models, tmp_path, serve, mount, **options))
+            return made[-1]
+
+        yield make
+        for world in made:
+            world.close()
+
+    return make_world
 
 
-@pytest.fixture
-def disk_world(
-    models: Path, tmp_path: Path, serve: Callable[..., object], mount: Callable[..., object]
-) -> Iterator[Callable[..., DiskWorld]]:
-    """disk_world(mode=..., timeout=...) -> DiskWorld; its mount is taken down before its disk."""
-    made: list[DiskWorld] = []
-
-    def make(**options: Any) -> DiskWorld:
-        made.append(DiskWorld(models, tmp_path, serve, mount, **options))
-        return made[-1]
-
-    yield make
-    for world in made:
-        world.close()
+source_world = _worlds(SourceWorld)
+disk_world = _worlds(DiskWorld)

@@ -33,6 +33,14 @@ class DiskWorld(SourceWorld):
         """The tier comes back by itself."""
         eventually(lambda: self.warm()["state"] == "ok", "warm is in service", within_s)
 
+    def keeps_again(self, model: str) -> None:
+        """It was out of service once, and is back by itself: what is read now is kept for the next mount."""
+        self.in_service()
+        assert self.said("tier_device_out_of_service") == self.said("tier_device_in_service") == 1
+        self.is_right(model)
+        self.settled()
+        self.remount()
+
     def is_right(self, *models: str, within_s: float = 10) -> None:
         """Each is read without an error, in time."""
         for model in models:

@@ -19,10 +19,6 @@ def test_a_full_disk_keeps_what_it_has_and_takes_more_later(disk_world: Callable
         warm = world.warm()
         assert warm["state"] == "degraded" and "no space left on the device" in warm["reason"]
         world.others_are_fine()
-    world.in_service()
-    assert world.said("tier_device_out_of_service") == world.said("tier_device_in_service") == 1
-    world.is_right("d")
-    world.settled()
-    world.remount()
+    world.keeps_again("d")
     assert world.fetched_by("d") == 0
     world.log_is_short(10)

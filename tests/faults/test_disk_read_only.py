@@ -20,10 +20,6 @@ def test_a_read_only_disk_is_read_and_written_again_later(disk_world: Callable[.
         warm = world.warm()
         assert warm["state"] == "degraded" and "Read-only" in warm["reason"]
         world.others_are_fine()
-    world.in_service()
-    assert world.said("tier_device_out_of_service") == world.said("tier_device_in_service") == 1
-    world.is_right("d")
-    world.settled()
-    world.remount()
+    world.keeps_again("d")
     assert world.fetched_by("a", "d") == 0
     world.log_is_short(10)

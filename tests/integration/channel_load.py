@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from tests.integration.processes import Mount, eventually
 from tierfs.wire.channel import COUNTERS_BYTES, decode_counters
@@ -46,6 +47,43 @@ def counters(channel: int) -> dict[str, int]:
 
 
 @contextmanager
+def running(
+    commands: list[tuple[str, list[str]]], work: Path, stop: Path, end_s: float
+) -> Iterator[Callable[[], None]]:
+    """Readers, each a name and what Python is to run, with their logs in ``work``; yields a check that none has ended.
+
+    At the end they are told by the file ``stop``, and have to end well within ``end_s`` with a line of JSON that counts
+    their rounds.
+    """
+    started: list[tuple[str, IO[bytes], subprocess.Popen[bytes]]] = []
+    try:
+        for number, (name, command) in enumerate(commands):
+            log = (work / f"{stop.name}-{number}.log").open("w+b")
+            started.append((name, log, subprocess.Popen([sys.executable, *command], stdout=log, stderr=log)))
+
+        def all_well() -> None:
+            for name, log, reader in started:
+                if reader.poll() is not None:
+                    raise AssertionError(f"the reader {name!r} ended: {Path(log.name).read_text()}")
+
+        yield all_well
+        all_well()
+        stop.touch()
+        for name, log, reader in started:
+            status = reader.wait(end_s)
+            text = Path(log.name).read_text()
+            assert status == 0, f"the reader {name!r}: {text}"
+            print(f"{name}: {text.strip()}")
+            assert json.loads(text)["rounds"] > 0
+    finally:
+        for _, log, reader in started:
+            if reader.poll() is None:
+                reader.kill()
+            reader.wait()
+            log.close()
+
+
+@contextmanager
 def readers(mounted: Mount, truth: Path, work: Path, seed: int, *, passthrough: bool) -> Iterator[Callable[[], None]]:
     """Every kind of reader at once; yields a check that none has failed, and sees them end well.
 
@@ -53,7 +91,7 @@ def readers(mounted: Mount, truth: Path, work: Path, seed: int, *, passthrough: 
     """
     stop = work / "stop"
     warm_models, cold_models = ["m0/weights.bin"], [f"m{number}/weights.bin" for number in range(3, 8)]
-    roles = [
+    roles: list[tuple[str, list[str]]] = [
         ("read", warm_models),
         ("read", cold_models),
         ("maps", ["m1/weights.bin"]),  # in passthrough, until the end
@@ -62,33 +100,12 @@ def readers(mounted: Mount, truth: Path, work: Path, seed: int, *, passthrough: 
         ("list", []),
         ("churn", [*warm_models, *cold_models]),
     ]
-    running = []
-    try:
-        for number, (role, models) in enumerate(roles):
-            command = [sys.executable, str(PROGRAM), role, str(mounted.path), str(truth), str(stop), str(seed + number)]
-            log = (work / f"reader{number}.log").open("w+b")
-            running.append((role, log, subprocess.Popen([*command, *models], stdout=log, stderr=log)))
-
-        def all_well() -> None:
-            for role, log, reader in running:
-                if reader.poll() is not None:
-                    raise AssertionError(f"the reader {role!r} ended: {Path(log.name).read_text()}")
-
+    commands = [
+        (role, [str(PROGRAM), role, str(mounted.path), str(truth), str(stop), str(seed + number), *models])
+        for number, (role, models) in enumerate(roles)
+    ]
+    with running(commands, work, stop, END_S) as all_well:
         if passthrough and mounted.status()["kernel"]["passthrough"]:
             # Else a daemon killed before that has no verified model to offer.
             eventually(lambda: counters(mounted.channel_pid)["passthrough_inodes"] > 0, "a map is in passthrough")
         yield all_well
-        all_well()
-        stop.touch()
-        for role, log, reader in running:
-            status = reader.wait(END_S)
-            text = Path(log.name).read_text()
-            assert status == 0, f"the reader {role!r}: {text}"
-            print(f"{role}: {text.strip()}")
-            assert json.loads(text)["rounds"] > 0
-    finally:
-        for _, log, reader in running:
-            if reader.poll() is None:
-                reader.kill()
-            reader.wait()
-            log.close()

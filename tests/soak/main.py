@@ -15,18 +15,16 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import IO
 
 from tests.faults import fault_proxy
 from tests.faults.fault_proxy import Answer, FaultProxy
-from tests.integration.channel_load import make_truth
+from tests.integration.channel_load import make_truth, running
 from tests.integration.processes import (
     ROOT,
     Mount,
@@ -298,47 +296,27 @@ def disk_bytes(directory: Path) -> int:
     return total
 
 
-@contextmanager
-def loads(world: World, seed: int, number: int) -> Iterator[Callable[[], None]]:
-    """Readers of every kind on both mounts; yields a check that none has failed, and sees them end well."""
-    stop = world.work / f"stop{number}"
-    running: list[tuple[str, IO[bytes], subprocess.Popen[bytes]]] = []
+def commands_of(world: World, seed: int, stop: Path) -> list[tuple[str, list[str]]]:
+    """Readers of every kind on both mounts."""
     commands: list[tuple[str, list[str]]] = []
     for mounted in world.mounts:
         kind = mounted.work.name
-        roles = {"read": range(8), "maps": range(1, 4), "find-while-publishing": (), "churn": range(8)}
+        roles = {"read": range(8), "maps": range(1, 4), "find": (), "churn": range(8)}
         if kind == "channel":
-            roles["list-while-publishing"] = ()
+            roles["list"] = ()
         for role, models in roles.items():
             command = [str(LOAD), role, str(mounted.path), str(world.truth), str(stop), str(seed + len(commands))]
             commands.append((f"{kind} {role}", [*command, *(f"m{model}/weights.bin" for model in models)]))
         for how in ("read", "map"):
             command = [str(VERSIONS), how, str(mounted.path / PUBLISHED), str(stop), str(world.news)]
             commands.append((f"{kind} versions {how}", [*command, str(SEEN_WITHIN_S)]))
-    try:
-        for name, command in commands:
-            log = (world.work / f"{name.replace(' ', '-')}-{number}.log").open("w+b")
-            running.append((name, log, subprocess.Popen([sys.executable, *command], stdout=log, stderr=log)))
+    return commands
 
-        def all_well() -> None:
-            for name, log, reader in running:
-                if reader.poll() is not None:
-                    raise AssertionError(f"the reader {name!r} ended: {Path(log.name).read_text()}")
 
-        yield all_well
-        all_well()
-        stop.touch()
-        for name, log, reader in running:
-            status = reader.wait(HANG_S)
-            text = Path(log.name).read_text()
-            assert status == 0, f"the reader {name!r}: {text}"
-            print(f"  {name}: {text.strip().splitlines()[-1]}")
-    finally:
-        for _, log, reader in running:
-            if reader.poll() is None:
-                reader.kill()
-            reader.wait()
-            log.close()
+def loads(world: World, seed: int, number: int) -> AbstractContextManager[Callable[[], None]]:
+    """Those readers, running; see channel_load.running."""
+    stop = world.work / f"stop{number}"
+    return running(commands_of(world, seed, stop), world.work, stop, HANG_S)
 
 
 def compare(before: Sample, after: Sample, name: str) -> list[str]:
