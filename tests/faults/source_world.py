@@ -16,13 +16,18 @@ from tests.faults.fault_proxy import FaultProxy, none
 from tests.integration.processes import drop_caches, eventually, tierfs
 
 # Prints the sum of the file, or the errno that a read or open ended with; "map" walks a map instead of reading.
+# When told to hold, it says that the file is open (and mapped), and reads when its standard input ends.
 READER = """
 import hashlib, mmap, os, sys
-how, path = sys.argv[1:]
+how, path = sys.argv[1:3]
 try:
     descriptor = os.open(path, os.O_RDONLY)
     if how == "map":
         data = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
+    if sys.argv[3:] == ["hold"]:
+        print("open", flush=True)
+        sys.stdin.read()
+    if how == "map":
         print(hashlib.sha256(data).hexdigest())
     else:
         sum = hashlib.sha256()
@@ -60,6 +65,7 @@ class SourceWorld:
         warm_directory: Path | None = None,
     ) -> None:
         self.models = models
+        self._readers: list[subprocess.Popen[str]] = []
         self.token_file = tmp_path / "token"
         options = []
         if token:
@@ -84,20 +90,29 @@ class SourceWorld:
         self._logged_before = len(self._log_lines())
 
     def close(self) -> None:
-        """End the proxy; the fixtures end the rest."""
+        """End the readers and the proxy; the fixtures end the rest."""
+        for reader in self._readers:
+            with reader:
+                reader.kill()
         self.proxy.close()
 
     def start(self, model: str, how: str = "read") -> "subprocess.Popen[str]":
         """A process that reads one model."""
-        command = [sys.executable, "-c", READER, how, str(self.mounted.path / model / "model.bin")]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        return self._run(how, str(self.mounted.path / model / "model.bin"))
+
+    def hold(self, model: str, how: str = "read") -> "subprocess.Popen[str]":
+        """A process that has one model open, and reads it only when its outcome is asked for."""
+        reader = self._run(how, str(self.mounted.path / model / "model.bin"), "hold")
+        assert reader.stdout is not None and reader.stdout.readline() == "open\n"
+        return reader
 
     def outcome(self, model: str, reader: "subprocess.Popen[str]", within_s: float, *, sigbus: bool = False) -> str:
         """What it printed. A wrong byte, a hang and a signal fail the test; SIGBUS of a map may stand for ENOTCONN."""
-        try:
-            printed = reader.communicate(timeout=within_s)[0].strip()
-        finally:
-            reader.kill()
+        with reader:
+            try:
+                printed = reader.communicate(timeout=within_s)[0].strip()
+            finally:
+                reader.kill()
         if sigbus and reader.returncode == -signal.SIGBUS:
             return "ENOTCONN"
         assert reader.returncode == 0, f"the reader of {model} ended with {reader.returncode}"
@@ -159,6 +174,11 @@ class SourceWorld:
         """It names the cause, and not a thousand times."""
         worrying = [line for line in self._log_lines()[self._logged_before :] if line.split()[2] != "INFO"]
         assert len(worrying) <= lines, "\n".join(worrying[:80])
+
+    def _run(self, *arguments: str) -> "subprocess.Popen[str]":
+        command = [sys.executable, "-c", READER, *arguments]
+        self._readers.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        return self._readers[-1]
 
     def _sum(self, model: str) -> str:
         return hashlib.sha256((self.models / model / "model.bin").read_bytes()).hexdigest()

@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
+from tests.integration import processes
 from tests.integration.processes import Mount, Serve
+
+
+@pytest.fixture
+def own_runtime_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No mount of another test is in sight."""
+    monkeypatch.setitem(processes.ENVIRONMENT, "TIERFS_RUNTIME_DIR", str(tmp_path / "run"))
 
 
 @pytest.fixture

@@ -14,6 +14,8 @@ import pytest
 
 from tests.integration.processes import Mount, Serve, eventually, tierfs
 
+pytestmark = pytest.mark.usefixtures("own_runtime_dir")
+
 MakeServe = Callable[..., Serve]
 MakeMount = Callable[..., Mount]
 
@@ -56,12 +58,7 @@ def models(tmp_path: Path) -> Path:
     return root
 
 
-def test_the_machine_alone_is_looked_at_without_a_configuration(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    from tests.integration import processes
-
-    monkeypatch.setitem(processes.ENVIRONMENT, "TIERFS_RUNTIME_DIR", str(tmp_path))
+def test_the_machine_alone_is_looked_at_without_a_configuration() -> None:
     found = examined()
     assert level(found, "configuration.valid") == "note"
     assert "doctor.no_answer" not in found

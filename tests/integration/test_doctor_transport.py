@@ -18,6 +18,8 @@ from tierfs.testing.verbs import NO_ANSWER, Fabric, roce_port
 from tierfs.tiers.remote import RemoteSource
 from tierfs.tiers.remote_rdma import RdmaReader
 
+pytestmark = pytest.mark.usefixtures("own_runtime_dir")
+
 MakeServe = Callable[..., Serve]
 MakeMount = Callable[..., Mount]
 NO_DEVICE = ("there is no RDMA device here", "no RDMA device has 127.0.0.1")
