@@ -37,6 +37,7 @@ def test_a_failed_read_comes_by_another_queue_pair_or_tcp(exported: Path, status
             assert statistics.rdma_failures >= 1
             assert not pair.fabric.fail_next
             await pair.ready(2)  # the queue pair is made again
+            assert pair.source.statistics().rdma_failed_reads >= 1
 
     run(main)
 

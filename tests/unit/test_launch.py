@@ -3,6 +3,7 @@
 import os
 import pwd
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,10 @@ def test_what_a_running_channel_keeps_is_named(tmp_path: Path) -> None:
     # A process with that command line, as the channel is.
     with subprocess.Popen(["sh", "-c", "sleep 60 & wait", *line], stdin=subprocess.DEVNULL) as process:
         try:
+            deadline_s = time.monotonic() + 10
+            while not Path(f"/proc/{process.pid}/cmdline").read_bytes():  # exec(2) has begun and not set it yet
+                assert time.monotonic() < deadline_s
+                time.sleep(0.01)
             assert launch.kept_options(config(tmp_path), "/mnt", process.pid) == []
             changed = config(tmp_path, 'allow_other = false\nread_ahead = "1MiB"\nrestart_grace = "5s"')
             kept = launch.kept_options(changed, "/mnt", process.pid)

@@ -72,6 +72,7 @@ def test_a_server_that_is_killed_in_mid_load_costs_time_or_an_error_at_the_deadl
     for name in FILES:
         source = json.loads((share / f"{name}.source.json").read_text())
         assert source["transport"] == "rdma" and source["rdma_bytes"] > 0, source
+    assert report[FILES[-1]]["source"]["rdma_failed_reads"] > 0, "no READ was under way at either end of the server"
     first, second = (report[name] for name in FILES)
     assert first["error"] == ""
     assert first["digest"] == xxhash.xxh3_128_hexdigest(content("first"))

@@ -32,6 +32,7 @@ class SourceStatistics:
     rdma_blocks: int = 0  # of fetched_blocks, those that came by RDMA
     rdma_bytes: int = 0
     rdma_failures: int = 0  # blocks that had to be fetched another way
+    rdma_failed_reads: int = 0  # READs that were under way when their queue pair failed
     connections: int = 0
     fetched_bytes: int = 0
     fetched_blocks: int = 0

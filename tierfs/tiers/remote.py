@@ -119,7 +119,7 @@ class RemoteSource:
             statistics.device = ",".join(port.device for port in ports)
             statistics.port = ",".join(str(port.number) for port in ports)
             statistics.rdma_blocks, statistics.rdma_bytes = self._rdma.blocks, self._rdma.bytes
-            statistics.rdma_failures = self._rdma.failures
+            statistics.rdma_failures, statistics.rdma_failed_reads = self._rdma.failures, self._rdma.failed_reads
         return statistics
 
     async def run(self, *, task_status: "trio.TaskStatus[None]" = trio.TASK_STATUS_IGNORED) -> None:

@@ -148,6 +148,7 @@ class RdmaReader:
         self._path_lost = trio.Event()
         self.reason = _NOT_YET
         self.failures = 0
+        self.failed_reads = 0
         self.blocks = 0
         self.bytes = 0
 
@@ -250,6 +251,7 @@ class RdmaReader:
         finally:
             self._paths.remove(path)
             queue.close("the connection to the server is gone")
+            self.failed_reads += queue.failed_reads
             link.tell(m.RdmaDisconnect())
 
     async def _connect(self, link: Link) -> tuple[ReadQueue, RdmaPath]:

@@ -50,6 +50,7 @@ class ReadQueue:
         self._transfers: dict[int, _Transfer] = {}
         self.number = pair.number
         self.failure: str | None = None
+        self.failed_reads = 0  # READs that were under way, and waited for, when the queue pair went
         self.gone = trio.Event()
 
     @property
@@ -90,6 +91,7 @@ class ReadQueue:
             with trio.move_on_after(_CANCEL_GRACE_S, shield=True):
                 await transfer.done.wait()
             if not transfer.done.is_set():
+                del self._transfers[number]  # nobody waits for it
                 self.close("a READ was given up")
             raise
         finally:
@@ -132,6 +134,7 @@ class ReadQueue:
         if self.failure is not None:
             return
         self.failure = reason
+        self.failed_reads = len(self._transfers)
         self._destroy(self, self._pair)
         for transfer in self._transfers.values():
             transfer.done.set()
