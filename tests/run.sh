@@ -3,7 +3,7 @@
 #
 # Installs what is missing (see examples/setup.sh), then ruff, mypy and pytest; ends non-zero if any of them complains,
 # or if the tests left a mount or a process behind. The tests that need persistent memory run in a virtual machine
-# (tests/vm/README.md) beside the others, and are skipped where there can be none. --fast stays under a minute: no slow tests and no virtual
+# (tests/vm/README.md) beside the others, as do those of the faults, and are skipped where there can be none. --fast stays under a minute: no slow tests and no virtual
 # machine, of the real mounts only those marked smoke, and no demo models. --long also runs what takes minutes each: 200 kills, 20 power cuts.
 set -euo pipefail
 
@@ -38,8 +38,10 @@ done
 
 work=$(mktemp -d "/tmp/tierfs-tests.$$.XXXXXX")
 export TIERFS_RUN="tests-$$-${work##*.}"
+beside=
 finish() {
     trap '' INT TERM HUP
+    [ -z "$beside" ] || kill "$beside" 2>/dev/null || true # or it would begin its next part
     unmount_under "$work" .venv/bin/tierfs
     end_marked "$TIERFS_RUN" 10
     unmount_under "$work" # a daemon caught while it started may have mounted after the first look
@@ -65,12 +67,19 @@ pytest=(.venv/bin/python -m pytest -m "$select" --durations=15)
 if [ ${#arguments[@]} -gt 0 ] || [[ $select = *"not vm"* ]]; then
     run "${pytest[@]}" --basetemp="$work/t" ${arguments[@]+"${arguments[@]}"} || failed+=(pytest)
 else
-    # The virtual machine waits for one emulated core, most other tests for clocks: beside each other they take half the time.
-    "${pytest[@]}" --basetemp="$work/vm" -p no:cacheprovider tests/vm </dev/null >"$work/vm.log" 2>&1 &
-    in_vm=$!
-    run "${pytest[@]}" --basetemp="$work/t" --ignore=tests/vm || failed+=(pytest)
-    wait "$in_vm" || failed+=("pytest tests/vm")
-    cat "$work/vm.log"
+    # The virtual machine waits for one emulated core, the faults and most other tests for clocks: beside each other they
+    # take half the time.
+    {
+        failed_beside=0
+        for part in vm faults; do
+            "${pytest[@]}" --basetemp="$work/$part" -p no:cacheprovider "tests/$part" </dev/null || failed_beside=1
+        done
+        exit "$failed_beside"
+    } >"$work/beside.log" 2>&1 &
+    beside=$!
+    run "${pytest[@]}" --basetemp="$work/t" --ignore=tests/vm --ignore=tests/faults || failed+=(pytest)
+    wait "$beside" || failed+=("pytest tests/vm tests/faults")
+    cat "$work/beside.log"
 fi
 
 while read -r mountpoint; do
