@@ -9,6 +9,7 @@ import shutil
 import sqlite3
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.local_tiers import BLOCK, Content, PoolLease, buffer, object_files, r
 from tests.pmem_pools import DAX, persistent_folder
 from tierfs.blocks.ids import ObjectKey, digest_block
 from tierfs.blocks.spans import Span
+from tierfs.tiers import local
 from tierfs.tiers.interface import Checked, Offer
 from tierfs.tiers.local import DirectoryTier
 from tierfs.tiers.pmem.library import PmemError
@@ -29,6 +31,7 @@ from tierfs.tiers.residency import Residency
 
 MakeTier = Callable[..., DirectoryTier]
 SHM = Path("/dev/shm")
+OBJECT_BLOCKS_MAX = local._OBJECT_BLOCKS_MAX
 
 
 class Kit:
@@ -304,6 +307,31 @@ def test_evicted_object_gives_its_space_back(kit: Kit) -> None:
             assert await tier.evict(content.key) == 0
             assert await content.fill(tier) == 4  # and it can come again
             assert await content.hits(tier) == 4
+
+    run(test)
+
+
+def test_an_object_of_more_blocks_than_the_index_takes_is_passed_by(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A source may claim any size. Nothing is kept for it, and nothing gives way to it."""
+    monkeypatch.setattr(local, "_OBJECT_BLOCKS_MAX", 8)
+
+    async def test() -> None:
+        now_s = 1e6
+        resident, largest = Content(1, 8 * BLOCK, model="resident"), Content(2, 8 * BLOCK, model="largest")
+        async with running(kit.tier(capacity_bytes=9 * BLOCK, clock=lambda: now_s)) as tier:
+            assert await resident.fill(tier) == 8
+            now_s += 1e5  # what is there would give way to anything
+            for size_bytes in (8 * BLOCK + 1, (OBJECT_BLOCKS_MAX + 1) * BLOCK):
+                facts = replace(largest.facts, key=ObjectKey(b"k" * 16), size_bytes=size_bytes)
+                lease = PoolLease(largest.block(0))
+                assert tier.offer(facts, 0, digest_block(largest.block(0)), lease) is Offer.BYPASSED
+                assert lease.released == 0 and tier.resident_bytes(facts.key) == 0
+            assert tier.statistics().objects == 1 and tier.statistics().bypassed_blocks == 2
+            assert await resident.hits(tier) == 8
+            assert await largest.fill(tier) == 8
+            assert await largest.hits(tier) == 8
 
     run(test)
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from tierfs.catalog.schema import Catalog, Entry, Kind
+from tierfs.catalog.schema import Catalog, Entry, Kind, check
 from tierfs.formats.models import model_path
 from tierfs.fs.inodes import Inodes
-from tierfs.fs.tree import Tree
+from tierfs.fs.tree import PATH_MAX_BYTES, Tree
 from tierfs.testing.sources import catalog_of
 
 V1, V2 = b"1" * 16, b"2" * 16
@@ -41,9 +41,48 @@ def test_lookup_by_name_path_and_number_agree() -> None:
     assert tree.resolve(b"./models--org--m//blobs/../blobs/aaa") == blob
 
 
-@pytest.mark.parametrize("path", [b"dangling", b"outside", b"loop", b"nope", b"hard-a/x"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        b"dangling",
+        b"outside",
+        b"loop",
+        b"nope",
+        b"hard-a/x",
+        b"hard-a/",
+        b"hard-a/.",
+        b"hard-a/..",
+        b"..",
+        b"../hard-a",
+    ],
+)
 def test_paths_that_lead_nowhere_are_none(path: bytes) -> None:
     assert Tree(hub(), Inodes(None)).resolve(path) is None
+
+
+def test_a_path_is_as_long_as_the_kernel_takes_one_and_no_longer() -> None:
+    tree = Tree(hub(), Inodes(None))
+    blob = tree.resolve(b"models--org--m/blobs/aaa")
+    longest = b"models--org--m/./blobs/aaa".rjust(PATH_MAX_BYTES - 1, b"/")
+    assert tree.resolve(longest) == blob
+    assert tree.resolve(b"/" + longest) is None
+
+
+@pytest.mark.parametrize(("links", "found"), [(40, True), (41, False)])
+def test_so_many_symlinks_are_followed_and_no_more(links: int, found: bool) -> None:
+    """Each target is as long as one can be, which is all that bounds what is walked."""
+    long = b"d" + b"/." * 2040 + b"/"
+    entries = [
+        Entry(0, b"", Kind.DIRECTORY, 0o755, 1),
+        Entry(0, b"d", Kind.DIRECTORY, 0o755, 1),
+        Entry(1, b"0", Kind.FILE, 0o644, 1, size_bytes=1, version=V1),
+        *(Entry(1, b"%d" % n, Kind.SYMLINK, 0o777, 1, target=b"../" + long + b"%d" % (n - 1)) for n in range(1, 50)),
+    ]
+    catalog = Catalog("x", 1, 4096, entries)
+    check(catalog)
+    tree = Tree(catalog, Inodes(None))
+    assert (tree.resolve(b"d/%d" % links) == tree.resolve(b"d/0")) == found
+    assert (tree.resolve(b"d/%d" % links) is None) != found
 
 
 def test_hard_links_share_a_number_and_are_counted_once() -> None:
@@ -53,6 +92,18 @@ def test_hard_links_share_a_number_and_are_counted_once() -> None:
     assert a.inode == b.inode
     assert tree.links(a) == 2
     assert tree.total_bytes == 17
+
+
+def test_a_link_is_followed_however_long_its_own_path_is() -> None:
+    """A path of the catalog may be longer than one that can be asked for: it is reached by steps."""
+    entries = [Entry(0, b"", Kind.DIRECTORY, 0o755, 1)]
+    entries += [Entry(number, b"n" * 255, Kind.DIRECTORY, 0o755, 1) for number in range(20)]
+    entries += [Entry(20, b"f", Kind.FILE, 0o644, 1, size_bytes=1, version=V1)]
+    entries += [Entry(20, b"l", Kind.SYMLINK, 0o777, 1, target=b"./f")]
+    tree = Tree(Catalog("x", 1, 4096, entries), Inodes(None))
+    assert tree.follow(tree.at(22)) == tree.at(21)
+    assert [node.position for node in tree.files_below(tree.at(22))] == [21]
+    assert tree.resolve(tree.path(tree.at(22))) is None
 
 
 def test_files_below_follow_snapshot_links_and_come_once() -> None:

@@ -12,6 +12,10 @@ class NotFound(TierfsError):
     """The path or the version is not in the catalog."""
 
 
+class NameTooLong(TierfsError):
+    """A name has more than 255 bytes, or a path more than 4,095."""
+
+
 class StaleVersion(TierfsError):
     """The file has another version by now and the source no longer has the one that was asked for."""
 

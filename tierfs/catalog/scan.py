@@ -26,13 +26,20 @@ import msgspec
 from tierfs.blocks.errors import SourceUnavailable
 from tierfs.blocks.ids import VersionId, version_id
 from tierfs.catalog.beneath import open_directory_beneath
-from tierfs.catalog.schema import ENTRIES_LIMIT, MTIME_END_NS, PATHS_LIMIT_BYTES, SIZE_LIMIT_BYTES, Entry, Kind
+from tierfs.catalog.schema import (
+    ENTRIES_LIMIT,
+    MTIME_END_NS,
+    NAME_LIMIT_BYTES,
+    PATHS_LIMIT_BYTES,
+    SIZE_LIMIT_BYTES,
+    Entry,
+    Kind,
+)
 
 TICK_NS = 20_000_000  # the kernel stamps files from a clock of 1 to 10 ms; twice that
 ROUNDS = 20
 MAXIMUM_ENTRIES = ENTRIES_LIMIT - 1  # and the root
 _CHECK_EVERY = 4096  # entries between two looks at the limits within one directory
-_NAME_BYTES = 255
 
 
 class FileFacts(msgspec.Struct, frozen=True, gc=False):
@@ -288,8 +295,8 @@ class _Scanner:
                     dated = -MTIME_END_NS <= found.st_mtime_ns < MTIME_END_NS
                     if not dated and kind is not Kind.DIRECTORY:
                         raise PermissionError(0, "its time of modification is out of range")
-                    if len(name) > _NAME_BYTES:  # some file systems count characters
-                        raise PermissionError(0, f"its name is longer than {_NAME_BYTES} bytes")
+                    if len(name) > NAME_LIMIT_BYTES:  # some file systems count characters
+                        raise PermissionError(0, f"its name is longer than {NAME_LIMIT_BYTES} bytes")
                 except FileNotFoundError:
                     continue  # renamed or removed meanwhile: the next look at this directory sees that it changed
                 except PermissionError as error:

@@ -18,6 +18,7 @@ from tierfs.blocks.ids import ContentId, VersionId
 
 ENTRIES_LIMIT = 5_000_000
 PATHS_LIMIT_BYTES = 1 << 30  # of all paths together: a chain of directories has more of them than its catalog has bytes
+NAME_LIMIT_BYTES = 255  # NAME_MAX of linux/limits.h
 SIZE_LIMIT_BYTES = 1 << 48  # of a file: beyond, the lists of its blocks would not fit into memory
 MTIME_END_NS = 1 << 63  # and from -MTIME_END_NS on; file systems can hold others
 
@@ -110,7 +111,7 @@ def check(catalog: Catalog) -> None:
         name = entry.name
         if not 0 <= entry.parent < index or entries[entry.parent].kind is not Kind.DIRECTORY:
             raise ProtocolError(f"catalog entry {index} has no directory above it")
-        if not 0 < len(name) <= 255 or name in (b".", b"..") or b"/" in name or b"\0" in name:
+        if not 0 < len(name) <= NAME_LIMIT_BYTES or name in (b".", b"..") or b"/" in name or b"\0" in name:
             raise ProtocolError(f"catalog entry {index} has an unusable name {name!r}")
         if (entry.parent, name) in seen:
             raise ProtocolError(f"catalog entry {index} repeats the name {name!r}")

@@ -12,18 +12,18 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from tierfs.blocks.errors import NotFound, StaleVersion
+from tierfs.blocks.errors import NameTooLong, NotFound, StaleVersion
 from tierfs.blocks.ids import ContentId, VersionId
 from tierfs.cache.block_cache import BlockCache, FileFacts
 from tierfs.cache.memory import BlockKey
 from tierfs.cache.prefetcher import Prefetcher
-from tierfs.catalog.schema import Entry, Kind
+from tierfs.catalog.schema import NAME_LIMIT_BYTES, Entry, Kind
 from tierfs.catalog.superseded import Superseded
 from tierfs.formats.shards import following_shard
 from tierfs.fs.file_view import FileView
 from tierfs.fs.inodes import Inodes
 from tierfs.fs.listings import Listings
-from tierfs.fs.tree import Node, Tree
+from tierfs.fs.tree import PATH_MAX_BYTES, Node, Tree
 from tierfs.policy.readahead import Readahead, ReadaheadConfig
 
 log = logging.getLogger(__name__)
@@ -103,7 +103,9 @@ class Filesystem:
     # -- names and attributes, by inode number ------------------------------------------------------------------
 
     def lookup(self, directory: int, name: bytes) -> Node:
-        """The node of that name. Raises NotFound."""
+        """The node of that name. Raises NotFound, NameTooLong."""
+        if len(name) > NAME_LIMIT_BYTES:
+            raise NameTooLong(f"a name of {len(name)} bytes; there is none of more than {NAME_LIMIT_BYTES}")
         if name == b".":
             return self.node(directory)
         if name == b"..":
@@ -262,19 +264,25 @@ class Filesystem:
     # -- by path, for the control interface ------------------------------------------------------------------------
 
     def resolve(self, path: bytes) -> Node:
-        """The node at a path relative to the mountpoint. Raises NotFound."""
+        """The node at a path relative to the mountpoint. Raises NotFound, NameTooLong."""
+        if len(path) >= PATH_MAX_BYTES:
+            raise NameTooLong(f"a path of {len(path)} bytes; none of the mount has more than {PATH_MAX_BYTES - 1}")
         node = self.tree.resolve(path)
         if node is None:
             raise NotFound(f"no such path: {path.decode('utf-8', 'backslashreplace')}")
         return node
 
     def files_below(self, path: bytes) -> list[FileFacts]:
-        """All files at or below a path, each version once. Raises NotFound."""
+        """All files at or below a path, each version once. Raises NotFound, NameTooLong."""
         return [self.tree.facts(node) for node in self.tree.files_below(self.resolve(path))]
 
     def files_of_model(self, model: bytes) -> list[FileFacts]:
         """All files of one model, each version once. Raises NotFound."""
-        return [file for file in self.files_below(model) if file.model == model]
+        node = self.tree.resolve(model)
+        if node is None:  # or its path is longer than one can be asked for
+            raise NotFound(f"no such path: {model.decode('utf-8', 'backslashreplace')}")
+        files = (self.tree.facts(file) for file in self.tree.files_below(node))
+        return [file for file in files if file.model == model]
 
     # -- readahead across files -----------------------------------------------------------------------------------
 
@@ -324,7 +332,7 @@ class Filesystem:
             return None
         found = tree.at(tree.siblings(name_node)[name])
         if found.entry.kind is Kind.SYMLINK:
-            target = tree.resolve(tree.path(found))
+            target = tree.follow(found)
             if target is None:
                 return None
             found = target
@@ -337,7 +345,7 @@ class Filesystem:
             self._linked_names = {}
             for index, entry in enumerate(tree.catalog.entries):
                 if entry.kind is Kind.SYMLINK:
-                    target = tree.resolve(tree.path(tree.at(index)))
+                    target = tree.follow(tree.at(index))
                     if target is not None and target.entry.kind is Kind.FILE:
                         self._linked_names[target.entry.version] = tree.at(index)
         return self._linked_names

@@ -13,6 +13,9 @@ from tierfs.catalog.schema import Catalog, Entry, Kind
 from tierfs.formats.models import model_path
 from tierfs.fs.inodes import ROOT_INODE, Inodes
 
+PATH_MAX_BYTES = 4096  # linux/limits.h, with the closing NUL
+_SYMLINKS_MAX = 40  # MAXSYMLINKS of linux/namei.h
+
 
 class Node(NamedTuple):
     """One entry with its inode number and its position in the catalog (-1: in an older one)."""
@@ -114,23 +117,39 @@ class Tree:
             model_bytes=self._model_bytes[model],
         )
 
-    def resolve(self, path: bytes, *, hops: int = 40) -> Node | None:
-        """The node at a path relative to the root, symlinks followed inside the tree; None: not there, or outside."""
-        node = self._node(0)
-        parts = [part for part in path.split(b"/") if part and part != b"."]
-        while parts:
-            name = parts.pop(0)
+    def resolve(self, path: bytes) -> Node | None:
+        """The node at a path relative to the root, symlinks followed inside the tree, by the rules of
+        path_resolution(7). None: not there, longer than a path can be, through too many symlinks, or outside.
+        """
+        return self._walk(self._node(0), path) if len(path) < PATH_MAX_BYTES else None
+
+    def follow(self, node: Node) -> Node | None:
+        """Where a symlink node leads to, likewise; any other node is where it leads to itself."""
+        return self._walk(self.parent(node), node.entry.name) if node.entry.kind is Kind.SYMLINK else node
+
+    def _walk(self, start: Node, path: bytes) -> Node | None:
+        """What bounds it: the length of the path, and that of the targets of so many symlinks (see schema.check)."""
+        node, links = start, 0
+        ahead = _components(path)  # the next one last
+        while ahead:
+            name = ahead.pop()
+            if node.entry.kind is not Kind.DIRECTORY:
+                return None
+            if name == b".":
+                continue
             if name == b"..":
+                if node.position == 0:
+                    return None
                 node = self.parent(node)
                 continue
             found = self.child(node.inode, name)
             if found is None:
                 return None
             if found.entry.kind is Kind.SYMLINK:
-                hops -= 1
-                if hops < 0 or found.entry.target.startswith(b"/"):
+                links += 1
+                if links > _SYMLINKS_MAX or found.entry.target.startswith(b"/"):
                     return None
-                parts = [part for part in found.entry.target.split(b"/") if part and part != b"."] + parts
+                ahead += _components(found.entry.target)
                 continue
             node = found
         return node
@@ -142,7 +161,7 @@ class Tree:
         while pending:
             current = pending.pop()
             if current.entry.kind is Kind.SYMLINK:
-                target = self.resolve(self._paths[current.position])
+                target = self.follow(current)
                 if target is None or target.entry.kind is not Kind.FILE:
                     continue
                 current = target
@@ -154,3 +173,12 @@ class Tree:
 
     def _node(self, index: int) -> Node:
         return Node(self._inodes[index], index, self.catalog.entries[index])
+
+
+def _components(path: bytes) -> list[bytes]:
+    """From the last to the first; a slash at the end asks for a directory."""
+    found = [part for part in path.split(b"/") if part]
+    if path.endswith(b"/"):
+        found.append(b".")
+    found.reverse()
+    return found

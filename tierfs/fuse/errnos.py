@@ -6,6 +6,7 @@ from tierfs.blocks import errors
 
 ERRNO: dict[type[errors.TierfsError], int] = {
     errors.NotFound: errno.ENOENT,
+    errors.NameTooLong: errno.ENAMETOOLONG,
     errors.StaleVersion: errno.ESTALE,  # makes the kernel look the path up again
     errors.SourceUnavailable: errno.EIO,
     errors.SourceTimeout: errno.EIO,

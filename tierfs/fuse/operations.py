@@ -25,7 +25,7 @@ from tierfs.blocks.errors import TierfsError
 from tierfs.cache import latency
 from tierfs.cache.block_cache import FileFacts
 from tierfs.cache.model_loads import ModelLoad, ModelLoads
-from tierfs.catalog.schema import Kind
+from tierfs.catalog.schema import NAME_LIMIT_BYTES, Kind
 from tierfs.fs.filesystem import Filesystem
 from tierfs.fs.tree import Node
 from tierfs.fuse.channel import Channel
@@ -88,8 +88,6 @@ class Operations(pyfuse3.Operations):
     # -- names ------------------------------------------------------------------------------------------------------
 
     async def lookup(self, parent_inode: int, name: bytes, ctx: object) -> EntryAttributes:
-        if len(name) > 255:
-            raise FUSEError(errno.ENAMETOOLONG)
         with self._answering():
             node = self._fs.lookup(parent_inode, name)
             return self._attributes(node, self._fs.tree.links(node))
@@ -202,7 +200,7 @@ class Operations(pyfuse3.Operations):
             data.f_bfree = data.f_bavail = 0
             data.f_files = len(tree.catalog.entries)
             data.f_ffree = data.f_favail = 0
-            data.f_namemax = 255
+            data.f_namemax = NAME_LIMIT_BYTES
             return data
 
     async def getxattr(self, inode: int, name: bytes, ctx: object) -> bytes:

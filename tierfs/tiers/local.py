@@ -290,6 +290,8 @@ class DirectoryTier:
             if entry.handed_out:  # found incomplete when the device was opened: nothing may be added to it
                 self._removals.remove(entry)
                 return self._bypassed()
+        elif block_count(facts.size_bytes, facts.block_bytes) > _OBJECT_BLOCKS_MAX:
+            return self._bypassed()
         device = entry.device if entry is not None else choose(self._devices, facts.size_bytes)
         if device is None or not device.writable:
             statistics.failed_writes += 1
@@ -308,8 +310,6 @@ class DirectoryTier:
         if cost_bytes and not self._make_room(cost_bytes, facts.model, urgent=self._placement.kept(key)):
             return self._bypassed()
         if entry is None:
-            if block_count(facts.size_bytes, facts.block_bytes) > _OBJECT_BLOCKS_MAX:
-                return self._bypassed()
             entry = Entry(
                 name=key, key=key, size_bytes=facts.size_bytes, block_bytes=facts.block_bytes, path=facts.path,
                 model=facts.model, model_bytes=facts.model_bytes, device=device, last_use_s=self._clock(),
