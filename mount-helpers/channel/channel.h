@@ -24,7 +24,7 @@
 #define DRAINERS 2 /* take replies, and copy what is in memory */
 #define GROUPS_MAX 256
 #define DROPPED_MAX 512     /* files to be closed when the lock is free */
-#define COPY_S 30.0         /* a tier that has not given its bytes by then has failed */
+#define COPY_LOOKS 5        /* a tier that has not given its bytes at so many looks, one a second, does not answer */
 #define GIVEN_UP_MAX 32     /* READs remembered as deadly */
 #define READ_FAILURES_MAX 8 /* of one request; then its reader gets EIO */
 
@@ -57,7 +57,8 @@ struct request {
     bool interrupted; /* a signal came; fatal or not is looked at again and again */
     unsigned failures;
     unsigned deaths; /* of daemons that had it */
-    double copying_since_s, sent_s;
+    double sent_s;
+    unsigned copying_looks;
     struct copy *copy;              /* while COPYING */
     struct read_part failed_part;   /* while SETTLING: what could not be copied, and why */
     int failed_error;
@@ -184,7 +185,7 @@ bool requests_flush(struct channel *c); /* whether some still wait for room in t
 void requests_requeue(struct channel *c, bool by_itself);
 void requests_fail_all(struct channel *c, int error);
 void requests_answer_releases(struct channel *c);
-void requests_give_up_copies(struct channel *c, double older_than_s);
+void requests_give_up_copies(struct channel *c, unsigned looks_max);
 void request_settle(struct channel *c, struct request *r, const struct read_part *part, int error);
 bool requests_tell_failures(struct channel *c); /* whether some still wait for room in the socket */
 bool request_answer(struct channel *c, struct request *r, int error);

@@ -79,12 +79,13 @@ static bool run(struct channel *c, struct copy *copy, struct buffer *buffer, int
     struct tier_file *files[READ_PARTS_MAX] = {0};
     struct epoch *e = copy->epoch;
     pthread_mutex_lock(&c->lock);
-    for (unsigned i = 0; i < copy->header.count; i++)
+    bool wanted = copy->request && !copy->request->answered; /* else it was given up while it was queued */
+    for (unsigned i = 0; wanted && i < copy->header.count; i++)
         if (copy->parts[i].slot != SLOT_POOL)
             files[i] = file_take(e, copy->parts[i].slot, copy->parts[i].generation);
     pthread_mutex_unlock(&c->lock);
 
-    int error = gather(copy, files, buffer, vector + 1, flags);
+    int error = wanted ? gather(copy, files, buffer, vector + 1, flags) : ECANCELED;
 
     pthread_mutex_lock(&c->lock);
     if (error && flags) { /* whatever it is, who may wait meets it again */

@@ -272,7 +272,7 @@ static int supervise(struct channel *c, struct lifetime *life, int signals) {
         interrupts_look(c);
         if (now_s() - life->looked_s > 1) {
             life->looked_s = now_s();
-            requests_give_up_copies(c, life->looked_s - COPY_S);
+            requests_give_up_copies(c, COPY_LOOKS);
         }
         bool tick = c->interrupted_count > 0, stopping = c->stopping, gone = c->gone, replacing = c->replacing;
         if (e && e->ready)

@@ -92,7 +92,7 @@ static struct copy *take_places(struct channel *c, struct epoch *e, struct reque
     copy->at = 0;
     r->copy = copy;
     r->state = REQUEST_COPYING;
-    r->copying_since_s = now_s();
+    r->copying_looks = 0;
     e->users++;
     return copy;
 }

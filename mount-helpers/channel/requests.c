@@ -214,18 +214,19 @@ void requests_answer_releases(struct channel *c) {
     }
 }
 
-/* Their copiers still sit in a read of a medium that does not answer; what they come back with is dropped, and another
- * tier is asked meanwhile. */
-void requests_give_up_copies(struct channel *c, double older_than_s) {
+/* Called once a second. Their copiers still sit in a read of a medium that does not answer; what they come back with is
+ * dropped, and another tier is asked meanwhile. Looks are counted: a channel that was stopped has waited for nobody.
+ * The daemon is told EINPROGRESS, which no medium says: it takes the device for stalled, and drops nothing. */
+void requests_give_up_copies(struct channel *c, unsigned looks_max) {
     for (struct request *r = c->requests, *next; r; r = next) {
         next = r->next;
-        if (r->state != REQUEST_COPYING || r->answered || r->copying_since_s >= older_than_s)
+        if (r->state != REQUEST_COPYING || r->answered || ++r->copying_looks <= looks_max)
             continue;
         struct copy *copy = r->copy;
         copy->request = NULL;
         r->copy = NULL;
         if (copy->epoch == c->epoch && !copy->epoch->draining)
-            request_settle(c, r, &copy->parts[copy->at], ETIMEDOUT);
+            request_settle(c, r, &copy->parts[copy->at], EINPROGRESS);
         else
             request_send(c, r);
     }

@@ -1,6 +1,7 @@
 """What a local tier promises of the objects it lends: places of bytes, whole files, and their end."""
 
 import contextlib
+import errno
 import logging
 import mmap
 import os
@@ -450,6 +451,23 @@ def test_failed_read_of_an_object_that_was_not_handed_out_costs_one_block(kit: K
             assert tier.statistics().failed_reads == 1
             await tier.failed(FakeLent(77), 0, 5)
             assert tier.statistics().failed_reads == 1
+
+    run(test)
+
+
+def test_a_lent_read_that_took_too_long_stalls_the_device_and_costs_nothing(kit: Kit) -> None:
+    async def test() -> None:
+        content = Content(1, 3 * BLOCK)
+        async with running(kit.tier()) as tier:
+            await content.fill(tier)
+            lent = await tier.whole(content.key)
+            assert lent is not None
+            await tier.failed(lent, 0, errno.EINPROGRESS)
+            assert tier.statistics().state == "failed"  # asked now, the next tier answers
+            assert await tier.locate(content.key, Span(0, 0, 100)) is None
+            await until(lambda: tier.statistics().state == "ok")
+            assert await content.hits(tier) == 3
+            assert tier.statistics().failed_reads == 0
 
     run(test)
 

@@ -5,9 +5,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.faults.faulty_disk import Disk
 from tests.faults.source_world import SourceWorld
-from tests.integration.processes import drop_caches, eventually
+from tests.integration.processes import drop_caches, eventually, process_status
+
+# Both have the same tier below them: in direct mode it is read in the long run.
+MODES = ["channel", pytest.param("direct", marks=pytest.mark.long)]
 
 
 class DiskWorld(SourceWorld):
@@ -19,10 +24,12 @@ class DiskWorld(SourceWorld):
 
     def close(self) -> None:
         """The mount's descriptors on the disk go first, or its daemon would be left in a read that nobody answers."""
-        self.disk.suffer("stall", 0)
-        self.mounted.cleanup()
-        self.disk.close()
-        super().close()
+        try:
+            self.disk.suffer("stall", 0)
+            self.mounted.cleanup()
+        finally:
+            self.disk.close()
+            super().close()
 
     def warm(self) -> dict[str, Any]:
         """What status says of the warm tier."""
@@ -55,6 +62,12 @@ class DiskWorld(SourceWorld):
         self.is_right(*models)
         return int(self.mounted.status()["source"]["fetched_bytes"]) - before
 
+    def keeps(self, *models: str) -> None:
+        """They are in warm, also after a new mount."""
+        self.settled()
+        self.remount()
+        assert self.fetched_by(*models) == 0
+
     def settled(self) -> None:
         """Nothing waits to be written any more."""
         eventually(lambda: not self.warm()["queued_bytes"], "written")
@@ -68,7 +81,13 @@ class DiskWorld(SourceWorld):
         self.mounted.mount()
 
     def rebooted(self) -> None:
-        """What is left of the tier was written under another boot."""
+        """What is left of the tier was written under another boot, which did not end cleanly. The disk is unmounted."""
         with sqlite3.connect(self.disk.backing / "warm" / "residency.db") as database:
             assert database.execute("UPDATE meta SET value = 'another' WHERE name = 'boot'").rowcount == 1
+            assert database.execute("UPDATE meta SET value = '0' WHERE name = 'clean'").rowcount == 1
         database.close()
+
+    def threads(self) -> int:
+        """Of the daemon and its channel."""
+        pids = filter(None, (self.mounted.pid, self.mounted.channel_pid))
+        return sum(process_status(pid)["Threads"] for pid in pids)

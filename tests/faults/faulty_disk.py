@@ -4,7 +4,8 @@
 
     read_eio 0.1    that share of the reads fails       full 1        nothing can be written or made
     write_eio 0.1   likewise of the writes              read_only 1   as after errors=remount-ro
-    stall 1         nothing is answered                 lose 1        what was written and not synced is undone, at once
+    stall 1         nothing is answered                 stall_sync 1  no sync is answered
+    lose 1          what was written and not synced is undone, at once, as by a loss of power
 
 0 ends a fault. Names and lengths are kept as a journalled file system keeps them; only bytes are undone by ``lose``.
 """
@@ -26,7 +27,7 @@ import trio
 
 from tests.integration.processes import ENVIRONMENT, eventually
 
-FAULTS = ("read_eio", "write_eio", "stall", "full", "read_only", "lose")
+FAULTS = ("read_eio", "write_eio", "stall", "stall_sync", "full", "read_only", "lose")
 _KEPT_S = 300.0  # names and attributes, in the kernel: nobody else changes them
 
 
@@ -43,16 +44,13 @@ class FaultyDisk(pyfuse3.Operations):
         self._share = dict.fromkeys(FAULTS, 0.0)
         self._random = random.Random(7)
         self._answering = trio.Event()
-        self._answering.set()
 
     def suffer(self, fault: str, share: float) -> None:
         """Switch one fault."""
         self._share[fault] = share
-        if fault == "stall":
-            if share:
-                self._answering = trio.Event()
-            else:
-                self._answering.set()
+        if fault in ("stall", "stall_sync"):
+            self._answering.set()  # who waits looks again
+            self._answering = trio.Event()
         if fault == "lose":
             self._lose()
 
@@ -64,8 +62,8 @@ class FaultyDisk(pyfuse3.Operations):
             os.close(fd)
         self._unsynced.clear()
 
-    async def _meet(self, *, writes: bool = False, grows: bool = False) -> None:
-        while self._share["stall"]:
+    async def _meet(self, *, writes: bool = False, grows: bool = False, syncs: bool = False) -> None:
+        while self._share["stall"] or (syncs and self._share["stall_sync"]):
             await self._answering.wait()
         if writes and self._share["read_only"]:
             raise pyfuse3.FUSEError(errno.EROFS)
@@ -179,7 +177,7 @@ class FaultyDisk(pyfuse3.Operations):
         return os.pwrite(fh, buf, off)
 
     async def fsync(self, fh: int, datasync: bool) -> None:
-        await self._meet()
+        await self._meet(syncs=True)
         self._unsynced.pop(self._inode[fh], None)
 
     async def flush(self, fh: int) -> None:

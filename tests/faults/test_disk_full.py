@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.faults.disk_world import DiskWorld
+from tests.faults.disk_world import MODES, DiskWorld
 
 pytestmark = pytest.mark.fuse
 
 
-@pytest.mark.parametrize("mode", ["direct"])
+@pytest.mark.parametrize("mode", MODES)
 def test_a_full_disk_keeps_what_it_has_and_takes_more_later(disk_world: Callable[..., DiskWorld], mode: str) -> None:
     world = disk_world(mode=mode)
     world.remount()

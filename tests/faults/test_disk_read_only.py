@@ -4,12 +4,13 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.faults.disk_world import DiskWorld
+from tests.faults.disk_world import MODES, DiskWorld
+from tests.integration.processes import eventually
 
 pytestmark = pytest.mark.fuse
 
 
-@pytest.mark.parametrize("mode", ["direct"])
+@pytest.mark.parametrize("mode", MODES)
 def test_a_read_only_disk_is_read_and_written_again_later(disk_world: Callable[..., DiskWorld], mode: str) -> None:
     world = disk_world(mode=mode)
     world.remount()
@@ -17,8 +18,8 @@ def test_a_read_only_disk_is_read_and_written_again_later(disk_world: Callable[.
         assert world.fetched_by("a") == 0  # opened for the first time since the start
         world.is_right("b", "c")
         world.settled()
-        warm = world.warm()
-        assert warm["state"] == "degraded" and "Read-only" in warm["reason"]
+        eventually(lambda: "Read-only" in world.warm()["reason"], "the reason is known")
+        assert world.warm()["state"] == "degraded"
         world.others_are_fine()
     world.keeps_again("d")
     assert world.fetched_by("a", "d") == 0

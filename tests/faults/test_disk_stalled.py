@@ -11,8 +11,9 @@ from tests.integration.processes import eventually
 pytestmark = pytest.mark.fuse
 
 
-def test_a_stalled_disk_is_set_aside_and_read_around(disk_world: Callable[..., DiskWorld]) -> None:
-    world = disk_world(mode="direct", timeout="10s")
+@pytest.mark.parametrize("mode", ["channel", "direct"])
+def test_a_stalled_disk_is_set_aside_and_read_around(disk_world: Callable[..., DiskWorld], mode: str) -> None:
+    world = disk_world(mode=mode, timeout="10s")
     world.is_right("b")
     world.remount()
     world.disk.suffer("stall")

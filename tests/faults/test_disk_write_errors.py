@@ -4,13 +4,14 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.faults.disk_world import DiskWorld
+from tests.faults.disk_world import MODES, DiskWorld
 
 pytestmark = [pytest.mark.fuse, pytest.mark.long]
 
 
-def test_writes_that_fail_cost_nothing_but_the_tier(disk_world: Callable[..., DiskWorld]) -> None:
-    world = disk_world(mode="direct")
+@pytest.mark.parametrize("mode", MODES)
+def test_writes_that_fail_cost_nothing_but_the_tier(disk_world: Callable[..., DiskWorld], mode: str) -> None:
+    world = disk_world(mode=mode)
     with world.disk.suffering("write_eio", 0.1):
         world.is_right("b", "c", "d")
         world.others_are_fine()

@@ -1,6 +1,5 @@
 """Real `tierfs serve` and `tierfs mount` processes for tests, ended on every path."""
 
-import json
 import os
 import signal
 import subprocess
@@ -9,6 +8,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+from tierfs.blocks.errors import ControlError
+from tierfs.control import registry
+from tierfs.control.socket import ask
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -122,9 +126,12 @@ class Mount:
         self.channel_pid = int(status["channel"]["pid"]) if status["mode"] == "channel" else 0
 
     def status(self) -> dict[str, Any]:
-        """`tierfs status --json`."""
-        answer: dict[str, Any] = json.loads(tierfs("status", self.path, "--json", timeout_s=20).stdout)
-        return answer
+        """What `tierfs status --json` prints, asked for in this process: starting one takes longer than the answer."""
+        with mock.patch.dict(os.environ, {registry.ENVIRONMENT: ENVIRONMENT.get(registry.ENVIRONMENT, "")}):
+            try:
+                return next(ask(registry.find(str(self.path)), "status"))
+            except ControlError as error:
+                raise AssertionError(f"no status of {self.path}: {error}") from error
 
     def unmount(self) -> None:
         """`tierfs unmount`."""

@@ -188,16 +188,22 @@ class Device:
             if call[0] > call[1]:
                 late[call[1] == READ_TICKS] = True
         writes, reads = late
-        if reads and self.readable:
-            self._out("stalled", f"a read has had no answer for {READ_TICKS} s")
-            for event in self._waiting:
-                event.set()
-            self.attention.set()
+        if reads and self.stall():
             return True
         if writes and self.writable:
             self.fault(OSError(errno.ETIMEDOUT, f"a write has had no answer for {_WRITE_TICKS} s"))
             return True
         return False
+
+    def stall(self) -> bool:
+        """A read has had no answer for ``READ_TICKS`` seconds, ours or the channel's; whether that is news."""
+        if not self.readable:
+            return False
+        self._out("stalled", f"a read has had no answer for {READ_TICKS} s")
+        for event in self._waiting:
+            event.set()
+        self.attention.set()
+        return True
 
     # -- the blocking half: in a thread
 
@@ -382,6 +388,8 @@ class Device:
         state = "lost" if lost else "degraded"
         if self.state == "ok" or (self.state in ("degraded", "stalled") and lost):
             self._out(state, describe(error))
+        elif self.state == state == "degraded":
+            self.reason = describe(error)  # a probe often knows more than what failed first
 
     def answers(self, error: Exception) -> None:
         """A stalled device answers a probe again, with an error: its objects may be read."""

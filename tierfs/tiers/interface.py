@@ -297,7 +297,10 @@ class LocalTier(Protocol):
         """
 
     async def failed(self, lent: LentFile, offset_bytes: int, error_number: int) -> None:
-        """Reading there failed on our behalf: the block is dropped, or the object where it was handed out."""
+        """Reading there failed on our behalf: the block is dropped, or the object where it was handed out.
+
+        EINPROGRESS: it has not answered in time, and its device counts as stalled; nothing is dropped.
+        """
 
     async def evict(self, key: ObjectKey) -> int:
         """Remove the whole object; the bytes freed."""

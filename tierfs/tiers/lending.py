@@ -14,6 +14,7 @@ import trio
 
 from tierfs.blocks.spans import Span
 from tierfs.tiers.descriptors import Descriptors
+from tierfs.tiers.device import Device
 from tierfs.tiers.index import Entry
 from tierfs.tiers.interface import Lender, LentFile, Part, TierStatistics
 from tierfs.tiers.objects import OpenObject
@@ -147,6 +148,11 @@ class Lending:
             return "cannot be read"
         finally:
             self._descriptors.give_back(opened)
+
+    def device(self, lent: LentFile) -> Device | None:
+        """Where a lent file lies; None when it was taken back."""
+        entry = self._descriptors.owner(lent)
+        return entry.device if isinstance(entry, Entry) else None
 
     async def failed(self, lent: LentFile, offset_bytes: int, error_number: int) -> None:
         """LocalTier.failed. ``error_number`` 0: the file ended before."""

@@ -386,7 +386,12 @@ class DirectoryTier:
 
     async def failed(self, lent: LentFile, offset_bytes: int, error_number: int) -> None:
         """See LocalTier. What was taken back already is not known any more, and nothing happens."""
-        await self._lending.failed(lent, offset_bytes, error_number)
+        if error_number != errno.EINPROGRESS:
+            await self._lending.failed(lent, offset_bytes, error_number)
+            return
+        device = self._lending.device(lent)
+        if device is not None and device.stall():
+            self._set_aside(device)
 
     async def evict(self, key: ObjectKey) -> int:
         """See LocalTier. 0 where nothing is here, or somebody has it pinned. Raises TierFailed when the device does not
@@ -615,7 +620,11 @@ class DirectoryTier:
         while True:
             await trio.sleep(_TICK_S)
             if device.tick():
-                self._statistics.failed_writes += self._filler.drop_queue(device)
+                self._set_aside(device)
+
+    def _set_aside(self, device: Device) -> None:
+        """It does not answer: what waits to be written there would wait with its buffers."""
+        self._statistics.failed_writes += self._filler.drop_queue(device)
 
     async def _watch(self, device: Device) -> None:
         while True:
