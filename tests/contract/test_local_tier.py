@@ -311,9 +311,7 @@ def test_evicted_object_gives_its_space_back(kit: Kit) -> None:
     run(test)
 
 
-def test_an_object_of_more_blocks_than_the_index_takes_is_passed_by(
-    kit: Kit, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_object_of_more_blocks_than_the_index_takes_is_passed_by(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
     """A source may claim any size. Nothing is kept for it, and nothing gives way to it."""
     monkeypatch.setattr(local, "_OBJECT_BLOCKS_MAX", 8)
 

@@ -13,7 +13,11 @@ def run_short(machine: type[RuleBasedStateMachine], *, examples: int, steps: int
     run_state_machine_as_test(
         machine,
         settings=settings(
-            _all, max_examples=examples, stateful_step_count=steps, derandomize=True, database=None,
+            _all,
+            max_examples=examples,
+            stateful_step_count=steps,
+            derandomize=True,
+            database=None,
             phases=[Phase.explicit, Phase.generate],
         ),  # fmt: skip
     )

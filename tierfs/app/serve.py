@@ -8,7 +8,7 @@ from pathlib import Path
 
 import trio
 
-from tierfs.app import notify
+from tierfs.app import notify, scraped
 from tierfs.app.limits import raise_descriptor_limit
 from tierfs.app.secrets import server_tls
 from tierfs.blocks.errors import TierfsError, first
@@ -79,6 +79,7 @@ async def _serve(config: ServeConfig, ready_file: Path | None) -> None:
             temporary.replace(ready_file)
         notify.ready(f"serving on {', '.join(address.host_port for address in addresses)}")
         nursery.start_soon(_report_progress, sources)
+        nursery.start_soon(scraped.run_server, config.metrics, server, sources)
 
 
 async def _run_source(source: DirectorySource, *, task_status: "trio.TaskStatus[None]") -> None:

@@ -48,6 +48,9 @@ token_file = "/etc/tierfs/token"
 
 [exports.models]
 path = "/srv/models"
+
+[metrics]
+listen = "tcp://127.0.0.1:9465"           # see METRICS.md
 ```
 
 `tierfs serve DIR` needs no file: it exports DIR as `tierfs://HOST:PORT/`.

@@ -113,6 +113,7 @@ def complete_serve(config: ServeConfig, mistake: Mistake) -> ServeConfig:
     _check_readable(server.tls_cert_file, "server.tls_cert_file", mistake)
     _check_readable(server.tls_key_file, "server.tls_key_file", mistake)
     _check_token(server.token_file, "server.token_file", mistake)
+    _check_metrics(config.metrics, mistake)
     open_address = _check_listen(server.listen, mistake)
     for name, export in config.exports.items():
         prefix = f"exports.{name}."

@@ -237,4 +237,5 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     exports: dict[str, ExportConfig]
     server: ServerConfig = ServerConfig()
+    metrics: MetricsConfig = MetricsConfig()
     log: LogConfig = LogConfig()

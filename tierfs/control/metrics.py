@@ -1,38 +1,18 @@
 """The figures of a mount as Prometheus reads them: one table, from what `status` knows to the text exposition format.
 
-Called by scraping.py for each scrape. Pure but for prometheus_client's imports: a status and the latencies in, text
-out. What must hold: a name keeps its meaning; each is in docs/METRICS.md with these words; no label has more values
-than a machine has devices or the kernel operations (models come and go: they are in `tierfs status --json`).
+app/scraped.py calls it for each scrape. Pure: a status and the latencies in, text out. What must hold: a name keeps
+its meaning; each is in docs/METRICS.md with these words; no label has more values than a machine has devices or the
+kernel operations (models come and go: they are in `tierfs status --json`).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
-from prometheus_client.registry import Collector
+from prometheus_client.core import Metric
 
-from tierfs.cache.latency import BOUNDS_S, Histogram, Latencies
-
-CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One metric. ``at`` is its place in `status`, where each ``*`` is a key that becomes the next of ``labels``.
-
-    With ``states`` the text found there is one of these: a sample for each of them, 1 for the one that is so, and its
-    name is the last label.
-    """
-
-    name: str
-    kind: Literal["counter", "gauge", "histogram"]
-    at: str
-    help: str
-    labels: tuple[str, ...] = ()
-    states: tuple[str, ...] = ()
+from tierfs.cache.latency import Latencies
+from tierfs.control import exposition
+from tierfs.control.exposition import Figure, family_of, histograms, info
 
 
 def _tier(kind: Literal["counter", "gauge"], name: str, key: str, text: str) -> Figure:
@@ -123,6 +103,15 @@ FIGURES: tuple[Figure, ...] = (
     Figure("tierfs_source_connections", "gauge", "source.connections", "Connections that are up; 0 for a directory"),
     Figure("tierfs_source_fetched_blocks_total", "counter", "source.fetched_blocks", "Blocks received, right or wrong"),
     Figure("tierfs_source_fetched_bytes_total", "counter", "source.fetched_bytes", "Bytes received, right or wrong"),
+    Figure(
+        "tierfs_source_transport", "gauge", "source.transport", "1 for how blocks come now, 0 for the others",
+        ("transport",), ("rdma", "tcp", "file"),
+    ),
+    Figure("tierfs_source_rdma_bytes_total", "counter", "source.rdma_bytes", "Of the bytes received, those by RDMA"),
+    Figure(
+        "tierfs_source_rdma_failures_total", "counter", "source.rdma_failures",
+        "Fallbacks: blocks that RDMA did not bring, and TCP had to",
+    ),
     Figure("tierfs_source_failed_requests_total", "counter", "source.failed_requests", "Requests to it that failed"),
     Figure("tierfs_source_retries_total", "counter", "source.retries", "Loads that were tried again"),
     Figure(
@@ -168,73 +157,11 @@ ALL: tuple[Figure, ...] = (INFO, LATENCY, *FIGURES)
 
 def render(status: Mapping[str, Any], latencies: Latencies) -> bytes:
     """The text exposition format 0.0.4. What ``status`` does not have (a tier, a channel) has no sample."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Families(status, latencies))
-    return generate_latest(registry)
+    return exposition.render(_families(status, latencies))
 
 
-class _Families(Collector):
-    """What prometheus_client asks for the families of one scrape."""
-
-    def __init__(self, status: Mapping[str, Any], latencies: Latencies) -> None:
-        self._status = status
-        self._latencies = latencies
-
-    def describe(self) -> Iterator[Metric]:
-        return iter(())  # registering need not collect
-
-    def collect(self) -> Iterator[Metric]:
-        info = GaugeMetricFamily(INFO.name, INFO.help, labels=INFO.labels)
-        info.add_metric([_text(self._status[label]) for label in INFO.labels], 1)
-        yield info
-        family = HistogramMetricFamily(LATENCY.name, LATENCY.help, labels=LATENCY.labels)
-        for place, histogram in self._latencies.by_place.items():
-            family.add_metric([place], _buckets(histogram), histogram.total_s)
-        yield family
-        for figure in FIGURES:
-            yield _family(figure, self._status)
-
-
-def _family(figure: Figure, status: Mapping[str, Any]) -> Metric:
-    kind = CounterMetricFamily if figure.kind == "counter" else GaugeMetricFamily
-    family: CounterMetricFamily | GaugeMetricFamily = kind(figure.name, figure.help, labels=figure.labels)
-    for labels, value in _found(status, figure.at.split(".")):
-        if figure.states:
-            for state in figure.states:
-                family.add_metric([*labels, state], float(value == state))
-        else:
-            family.add_metric(labels, float(value))
-    return family
-
-
-def _found(value: Any, keys: Sequence[str]) -> Iterator[tuple[list[str], Any]]:
-    """What lies there, with the keys that the stars stand for. The key of one in a list is its ``path``."""
-    if not keys:
-        yield [], value
-        return
-    if isinstance(value, list):
-        value = {str(one["path"]): one for one in value}
-    if not isinstance(value, Mapping):
-        return
-    first, rest = keys[0], keys[1:]
-    if first == "*":
-        for key, inner in value.items():
-            for labels, found in _found(inner, rest):
-                yield [_text(key), *labels], found
-    elif first in value:
-        yield from _found(value[first], rest)
-
-
-def _text(value: object) -> str:
-    """As a label may be: a path can have bytes that are no text."""
-    return str(value).encode(errors="backslashreplace").decode()
-
-
-def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """Counts of at most each bound."""
-    running = 0
-    buckets: list[tuple[str, float]] = []
-    for bound, count in zip([*map(str, BOUNDS_S), "+Inf"], histogram.counts, strict=True):
-        running += count
-        buckets.append((bound, running))
-    return buckets
+def _families(status: Mapping[str, Any], latencies: Latencies) -> Iterator[Metric]:
+    yield info(INFO, status)
+    yield histograms(LATENCY, latencies.by_place)
+    for figure in FIGURES:
+        yield family_of(figure, status)

@@ -1,8 +1,9 @@
 """`GET /metrics` over a Unix socket or a TCP port, for Prometheus: HTTP/1.1, one request a connection, nothing else.
 
-Run by app/mount.py where `metrics.listen` says so. What must hold: whoever scrapes, however slowly and however often,
-costs readers at most one rendering of the page a second; a request has a size, a connection a deadline, and there are
-at most a few of them. An address that cannot be had takes nothing with it: it is told once, and tried again.
+app/scraped.py runs it, for a mount or a server, where `metrics.listen` says so. What must hold: whoever scrapes,
+however slowly and however often, costs readers at most one rendering of the page a second; a request has a size, a
+connection a deadline, and there are at most a few of them. An address that cannot be had takes nothing with it: it is
+told once, and tried again.
 """
 
 import logging
@@ -139,7 +140,7 @@ async def _clear(path: Path) -> None:
             raise ControlError(f"{path} is there and no socket: remove it, or set metrics.listen to another path")
         with trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection, trio.move_on_after(_ACCEPT_AGAIN_S):
             await connection.connect(os.fspath(path))
-        raise ControlError(f"another process listens on {path}: each mount needs a path of its own")
+        raise ControlError(f"another process listens on {path}: each mount and server needs a path of its own")
     except ConnectionRefusedError:
         os.unlink(path)
     except FileNotFoundError:
@@ -165,7 +166,7 @@ async def _answer(
                             break
         except trio.BrokenResourceError:
             pass  # the client went away
-        except Exception as error:  # a bug in a figure must not take the mount with it
+        except Exception as error:  # a bug in a figure must not take the process with it
             log.error("metrics_failed_by_bug error=%r", error, exc_info=error)
         finally:
             limiter.release_on_behalf_of(stream)

@@ -10,8 +10,9 @@ import trio
 
 from tierfs.blocks.errors import StaleVersion, TierfsError
 from tierfs.blocks.ids import VersionId
-from tierfs.catalog.schema import Catalog, Publication, catalog_digest, encode
+from tierfs.catalog.schema import Catalog, Kind, Publication, catalog_digest, encode
 from tierfs.server.exports import Exported
+from tierfs.server.limits import ExportStatistics
 from tierfs.wire.messages import CONTENT_PAIR_BYTES, CONTENTS_LIMIT_BYTES, Changed, Watch
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ class ExportFeed:
         self.name = name
         self.source = source
         self.block_bytes: int | None = None  # None until the first publication
+        self.statistics = ExportStatistics()
         self._boot = boot
         self._encoded: dict[bytes, bytes] = {}  # by digest, oldest first
         self._digest = b""
@@ -91,6 +93,7 @@ class ExportFeed:
         if publication.catalog is not self._catalog:
             encoded = await trio.to_thread.run_sync(encode, publication.catalog, limiter=self._limiter)
             digest = await trio.to_thread.run_sync(catalog_digest, encoded, limiter=self._limiter)
+            size_bytes = await trio.to_thread.run_sync(_size_of, publication.catalog, limiter=self._limiter)
             # No checkpoint from here on: digest, log and catalog change together.
             self._catalog = publication.catalog
             if digest != self._digest:
@@ -104,6 +107,11 @@ class ExportFeed:
                 self._known = set()
                 self._contents = bytearray()
                 news = True
+                self.statistics.publications += 1
+                self.statistics.generation = self._generation
+                self.statistics.entries = len(publication.catalog.entries)
+                self.statistics.size_bytes = size_bytes
+                self.statistics.catalog_bytes = len(encoded)
                 log.info(
                     "export_published export=%r generation=%d entries=%d catalog_bytes=%d",
                     self.name, self._generation, len(publication.catalog.entries), len(encoded),
@@ -115,3 +123,8 @@ class ExportFeed:
         if news:
             self._changed.set()
             self._changed = trio.Event()
+
+
+def _size_of(catalog: Catalog) -> int:
+    """Each file once, however many names it has."""
+    return sum({entry.version: entry.size_bytes for entry in catalog.entries if entry.kind is Kind.FILE}.values())

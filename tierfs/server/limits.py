@@ -3,6 +3,11 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
+from tierfs.blocks.histogram import Histogram
+
+KINDS = ("read", "lease", "catalog", "rdma-connect")  # of requests that are answered as soon as they can be
+WATCH = "watch"  # answered when there is news: counted, not measured
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerLimits:
@@ -26,20 +31,43 @@ class ServerLimits:
 
 
 @dataclass
+class ExportStatistics:
+    """What an export shows now: nothing has been published while ``publications`` is 0."""
+
+    publications: int = 0  # of catalogs, since the start
+    generation: int = 0
+    entries: int = 0
+    size_bytes: int = 0  # of all files in it
+    catalog_bytes: int = 0  # of the encoded catalog, which each client fetches
+
+
+@dataclass
 class ServerStatistics:
-    """Counters; ``malformed`` by reason class, ``refused`` by code."""
+    """Counters and what is so now. ``requests`` by kind and then by outcome: ``ok``, the code of the error that was
+    sent, ``failed`` (by a bug, or by an error nobody expected), or ``lost`` (its connection ended first).
+    ``latencies`` by kind, of those that were done: from the request's last byte to the answer's last byte given to the
+    kernel. ``refused`` by code, of connections.
+    """
 
     connections: int = 0
+    connections_limit: int = 0
     accepted: int = 0
     sent_blocks: int = 0
     sent_bytes: int = 0
     failed_requests: int = 0
+    running_requests: int = 0
+    requests: dict[str, Counter[str]] = field(default_factory=lambda: {kind: Counter() for kind in (*KINDS, WATCH)})
+    latencies: dict[str, Histogram] = field(default_factory=lambda: {kind: Histogram() for kind in KINDS})
     lent_blocks: int = 0  # to be read over RDMA
     lent_bytes: int = 0
+    pinned_bytes: int = 0  # to be lent
+    pinned_limit_bytes: int = 0
     padded_blocks: int = 0  # a file shrank or could not be read while it was sent
     timed_out: int = 0
     in_flight_bytes: int = 0
+    in_flight_limit_bytes: int = 0
     most_in_flight_bytes: int = 0
     cut_offs: int = 0
     malformed: int = 0
     refused: Counter[str] = field(default_factory=Counter)
+    exports: dict[str, ExportStatistics] = field(default_factory=dict)

@@ -60,7 +60,12 @@ class Server:
         self._budget = ByteBudget(self._limits.in_flight_bytes, patience_s=self._limits.patience_s)
         self._memory_budget = ByteBudget(self._limits.in_memory_bytes, patience_s=self._limits.patience_s)
         self._send_limiter = trio.CapacityLimiter(self._limits.send_threads)
-        self._statistics = ServerStatistics()
+        self._statistics = ServerStatistics(
+            connections_limit=self._limits.connections,
+            in_flight_limit_bytes=self._limits.in_flight_bytes,
+            pinned_limit_bytes=0 if self._rdma is None else self._rdma.memory_bytes,
+            exports={name: feed.statistics for name, feed in self._feeds.items()},
+        )
         self._per_address: dict[str, int] = {}
         self._refusing = 0
         self._complaints: OrderedDict[tuple[str, str], None] = OrderedDict()
@@ -76,6 +81,7 @@ class Server:
         statistics.in_flight_bytes = self._budget.held_bytes
         statistics.most_in_flight_bytes = self._budget.most_held_bytes
         statistics.cut_offs = self._budget.cut_offs + self._memory_budget.cut_offs
+        statistics.pinned_bytes = 0 if self._rdma is None else self._rdma.lent_bytes
         return statistics
 
     async def run(self, *, task_status: "trio.TaskStatus[list[Address]]" = trio.TASK_STATUS_IGNORED) -> None:

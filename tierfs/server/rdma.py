@@ -58,7 +58,7 @@ class RdmaService:
         self._devices: dict[str, OpenDevice] = {}
         self._failed: list[OpenDevice] = []
         self._threads = trio.CapacityLimiter(1)
-        self._memory_bytes = memory_bytes
+        self.memory_bytes = memory_bytes
         self._logged = ""
         self.lent_bytes = 0  # registered now
 
@@ -82,7 +82,7 @@ class RdmaService:
     def _lend(self, request: m.RdmaConnect, local_host: str, block_bytes: int) -> Lending:
         assert self._verbs is not None, "lend made it"
         port, gid = choose(self._verbs.ports(), local_host, interface_of=interface_of)
-        buffers = min(BUFFERS_MOST, (self._memory_bytes - self.lent_bytes) // block_bytes)
+        buffers = min(BUFFERS_MOST, (self.memory_bytes - self.lent_bytes) // block_bytes)
         if buffers < _BUFFERS_LEAST:
             raise SourceUnavailable("the server's clients have all of its server.rdma_memory: raise it")
         whole_bytes = self.lent_bytes + buffers * block_bytes

@@ -20,7 +20,7 @@ from tierfs.blocks.ids import VersionId
 from tierfs.server.budget import ByteBudget
 from tierfs.server.exports import OpenBlock
 from tierfs.server.feed import ExportFeed
-from tierfs.server.limits import ServerLimits, ServerStatistics
+from tierfs.server.limits import WATCH, ServerLimits, ServerStatistics
 from tierfs.server.rdma import Lending, RdmaService, check_length
 from tierfs.transport.tcp import TcpConnection
 from tierfs.wire import messages as m
@@ -34,12 +34,15 @@ _RECEIVE_BYTES = 16 << 10
 _LOGGED_FAILURES = 8
 _BUFFER_WAIT_S = 5.0  # a client within its credits waits for none
 _Served = m.ReadBlock | m.LeaseBlock | m.GetCatalog | m.RdmaConnect
+_KINDS = {m.ReadBlock: "read", m.LeaseBlock: "lease", m.GetCatalog: "catalog", m.RdmaConnect: "rdma-connect"}
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
     scope: trio.CancelScope
+    since_s: float
     replying: bool = False
+    outcome: str = "lost"
 
 
 class Session:
@@ -174,8 +177,9 @@ class Session:
         match message:
             case m.ReadBlock() | m.LeaseBlock() | m.GetCatalog() | m.RdmaConnect():
                 self._check_new(request_id)
+                since_s = trio.current_time()
                 await self._slots.acquire()
-                request = self._requests[request_id] = _Request(trio.CancelScope())
+                request = self._requests[request_id] = _Request(trio.CancelScope(), since_s)
                 nursery.start_soon(self._serve, request_id, request, message, feed)
             case m.Watch():
                 self._check_new(request_id)
@@ -183,7 +187,7 @@ class Session:
                     await self._reply(request_id, m.Error(m.Code.BUSY, "one Watch at a time on a connection"))
                     return
                 self._watching = True
-                request = self._requests[request_id] = _Request(trio.CancelScope())
+                request = self._requests[request_id] = _Request(trio.CancelScope(), trio.current_time())
                 nursery.start_soon(self._watch, request_id, request, message, feed)
             case m.Ping():
                 await self._reply(request_id, m.Pong())
@@ -206,6 +210,8 @@ class Session:
     # the requests
 
     async def _serve(self, request_id: int, request: _Request, message: _Served, feed: ExportFeed) -> None:
+        kind = _KINDS[type(message)]
+        self._statistics.running_requests += 1
         try:
             with request.scope:
                 try:
@@ -219,28 +225,37 @@ class Session:
                             await self._reply(request_id, m.CatalogPart(), part, request=request)
                         case m.RdmaConnect():
                             await self._reply(request_id, await self._lend(message, feed), request=request)
+                    request.outcome = "ok"
+                    self._statistics.latencies[kind].add(trio.current_time() - request.since_s)
                 except Exception as error:
                     await self._report(request_id, request, error)
-            if request.scope.cancelled_caught:
-                await self._reply(request_id, m.Error(m.Code.CANCELLED, "cancelled"))
+            await self._answer_cancelled(request_id, request)
         except TierfsError as error:  # the reply could not be sent
             self._fail(error)
         finally:
             del self._requests[request_id]
             self._slots.release()
+            self._statistics.running_requests -= 1
+            self._statistics.requests[kind][request.outcome] += 1
 
     async def _watch(self, request_id: int, request: _Request, message: m.Watch, feed: ExportFeed) -> None:
         try:
             with request.scope:
                 changed, data = await feed.wait_news(message)
                 await self._reply(request_id, changed, data, request=request)
-            if request.scope.cancelled_caught:
-                await self._reply(request_id, m.Error(m.Code.CANCELLED, "cancelled"))
+                request.outcome = "ok"
+            await self._answer_cancelled(request_id, request)
         except TierfsError as error:
             self._fail(error)
         finally:
             del self._requests[request_id]
             self._watching = False
+            self._statistics.requests[WATCH][request.outcome] += 1
+
+    async def _answer_cancelled(self, request_id: int, request: _Request) -> None:
+        if request.scope.cancelled_caught:
+            await self._reply(request_id, m.Error(m.Code.CANCELLED, "cancelled"))
+            request.outcome = m.Code.CANCELLED.value
 
     async def _report(self, request_id: int, request: _Request, error: Exception) -> None:
         """Answer with the failure, unless the reply is out already or the connection is what failed."""
@@ -251,11 +266,14 @@ class Session:
             return
         if isinstance(error, TierfsError):
             reply = m.Error(m.code_for(error), m.printable(str(error)))
+            outcome = reply.code.value
         else:
             # A bug, or an OSError the export did not expect: the peer may try again, and the log has the cause.
             self._log_once(error)
             reply = m.Error(m.Code.UNAVAILABLE, f"the server failed on this: {type(error).__name__}")
+            outcome = "failed"
         await self._reply(request_id, reply, request=request)
+        request.outcome = outcome
 
     def _log_once(self, error: Exception) -> None:
         """A failing disk fails every request: one traceback of each kind per connection is enough."""
