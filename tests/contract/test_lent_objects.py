@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import logging
-import mmap
 import os
 import shutil
 import sqlite3
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 import trio
 
-from tests.local_tiers import BLOCK, Content, object_files, run, running, until
+from tests.local_tiers import BLOCK, Content, FakeLender, FakeLent, object_files, run, running, until
 from tests.pmem_pools import persistent_folder
 from tierfs.blocks.errors import TierFailed
 from tierfs.blocks.ids import ObjectKey
@@ -30,59 +29,6 @@ from tierfs.tiers.pool_residency import PoolResidency
 from tierfs.tiers.residency import Residency, Stored, boot_id
 
 SHM = Path("/dev/shm")
-
-
-class FakeLent:
-    """A file the fake lender has; what it is known as."""
-
-    def __init__(self, slot: int) -> None:
-        self.slot, self.generation = slot, slot + 1
-
-
-class FakeLender:
-    """Keeps a descriptor of each file as the channel does, and reads from it on the tier's behalf."""
-
-    def __init__(self) -> None:
-        self.files: dict[int, int] = {}  # slot: descriptor
-        self.lent: list[FakeLent] = []
-        self.refuse = False
-        self.meanwhile: Callable[[], None] = lambda: None
-
-    async def lend(self, fd: int, size_bytes: int) -> LentFile | None:
-        kept = os.dup(fd)
-        try:
-            await trio.lowlevel.checkpoint()
-            self.meanwhile()
-        except BaseException:
-            os.close(kept)
-            raise
-        if self.refuse:
-            os.close(kept)
-            return None
-        assert os.fstat(kept).st_size == size_bytes
-        lent = FakeLent(len(self.lent))
-        self.lent.append(lent)
-        self.files[lent.slot] = kept
-        return lent
-
-    def take_back(self, lent: LentFile) -> None:
-        assert trio.lowlevel.current_task() is not None
-        os.close(self.files.pop(lent.slot))
-
-    async def offer(self, inode: int, lent: LentFile) -> None:
-        raise AssertionError("tiers offer nothing")
-
-    def read(self, part: Part) -> bytes:
-        assert part.lent is not None
-        return os.pread(self.files[part.lent.slot], part.length_bytes, part.offset_bytes)
-
-    def map(self, lent: LentFile) -> mmap.mmap:
-        """As a reader of a passthrough file does; the map is all that is left of its open."""
-        fd = os.open(f"/proc/self/fd/{self.files[lent.slot]}", os.O_RDONLY)
-        try:
-            return mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED, mmap.PROT_READ)
-        finally:
-            os.close(fd)
 
 
 class Kit:
