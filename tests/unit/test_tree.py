@@ -1,9 +1,12 @@
 """The tree of a catalog: lookups, listings, paths, models, stable inode numbers."""
 
+import json
+import time
 from pathlib import Path
 
 import pytest
 
+from tierfs.blocks.errors import ProtocolError
 from tierfs.catalog.schema import Catalog, Entry, Kind, check
 from tierfs.formats.models import model_path
 from tierfs.fs.inodes import Inodes
@@ -153,6 +156,7 @@ def test_a_collision_gets_a_number_of_its_own_that_survives_a_restart(tmp_path: 
     other = {first: b"fB"}  # somebody else has A's number in this tree
     moved = inodes.number(b"fA", other)
     assert moved != first and other[moved] == b"fA"
+    inodes.keep()
     again = Inodes(store)
     assert again.number(b"fA", {}) == moved
     # and the number is not given to anybody else, even where nothing else takes it
@@ -164,6 +168,31 @@ def test_an_unreadable_store_of_collisions_is_no_reason_to_fail(tmp_path: Path) 
     store = tmp_path / "inodes.json"
     store.write_text("{ broken")
     assert Inodes(store).number(b"fA", {}) > 1
+
+
+def meeting(count: int) -> Catalog:
+    """Directories whose names were made to meet on one number: bytes 16 to 23 of what is hashed make xxh3 multiply the
+    eight that follow them by zero."""
+    zero = bytes.fromhex("cb79e64eccc0e578")
+    names = [b"-" * 15 + zero + b"%08x" % number + b"-" * 32 for number in range(count)]
+    root = Entry(0, b"", Kind.DIRECTORY, 0o755, 0)
+    return Catalog("", 1, 4096, [root, *(Entry(0, name, Kind.DIRECTORY, 0o755, 0) for name in names)])
+
+
+def test_names_that_were_made_to_meet_are_refused_and_cost_no_disk(tmp_path: Path) -> None:
+    store = tmp_path / "inodes.json"
+    inodes = Inodes(store)
+    few = Tree(meeting(100), inodes)
+    assert len({node.inode for node in few.children(1, 0)}) == 100
+    began_s = time.monotonic()
+    with pytest.raises(ProtocolError, match="made to meet"):
+        Tree(meeting(100_000), inodes)
+    assert time.monotonic() - began_s < 5, "saved once, not for each name"
+    more = Tree(meeting(101), inodes)
+    assert len(json.loads(store.read_text())) == 100, "of a tree that is refused nothing is kept"
+    again = Tree(meeting(101), Inodes(store))
+    assert list(again.children(1, 0)) == list(more.children(1, 0))
+    assert list(more.children(1, 0))[:100] == list(few.children(1, 0))
 
 
 @pytest.mark.parametrize(

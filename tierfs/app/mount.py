@@ -29,7 +29,15 @@ from tierfs.app import launch, places, scraped
 from tierfs.app.limits import memory_notes, raise_descriptor_limit
 from tierfs.app.parts import check_largest_read, make_source, make_tiers, offer_memory
 from tierfs.app.reload import Reloader, Reread
-from tierfs.blocks.errors import ConfigError, ControlError, MountFailed, SourceUnavailable, TierfsError, first
+from tierfs.blocks.errors import (
+    ConfigError,
+    ControlError,
+    MountFailed,
+    ProtocolError,
+    SourceUnavailable,
+    TierfsError,
+    first,
+)
 from tierfs.blocks.ids import VersionId
 from tierfs.blocks.units import format_bytes
 from tierfs.cache.block_cache import BlockCache
@@ -144,16 +152,15 @@ class _Mount:
                 await self._channel.hello()
             source = make_source(config)
             await outer.start(_running, source)
-            publication = await self._first_publication(source)
-            block_bytes = publication.catalog.block_bytes
             inodes = Inodes(self._state / "inodes.json")
+            publication, tree = await self._first_publication(source, inodes)
+            block_bytes = publication.catalog.block_bytes
             source.count_in(block_bytes)
             if config.memory.limit < _BLOCKS_MIN * block_bytes:
                 raise ConfigError(
                     f"memory.limit is {format_bytes(config.memory.limit)}, but the export's blocks are"
                     f" {format_bytes(block_bytes)} and {_BLOCKS_MIN} of them are needed: raise memory.limit"
                 )
-            tree = await trio.to_thread.run_sync(Tree, publication.catalog, inodes)
             gc.freeze()  # the tree is large, lives on, and has no cycles: collections need not walk it
             # A disk that cannot be used is a mistake to tell whoever mounts; but readers of a mount that is there need
             # bytes, from wherever, more than that disk.
@@ -420,32 +427,46 @@ class _Mount:
         session.stop()
         scope.cancel()  # readers that wait for the source get an error from the kernel when the session closes
 
-    async def _first_publication(self, source: Source) -> Publication:
+    async def _first_publication(self, source: Source, inodes: Inodes) -> tuple[Publication, Tree]:
+        """What the mount starts with: the source's, or else the remembered one. Raises TierfsError."""
         remembered = await trio.to_thread.run_sync(self._remembered.load)
         timeout_s = float(self._config.source.timeout)
         directory = places.source_directory(self._config)
         if remembered is None and directory is not None and not directory.is_dir():
             raise SourceUnavailable(f"source.url: the directory {directory} is not there")
+        newest: Publication | None = None
         with trio.move_on_after(timeout_s if remembered is None else min(timeout_s, _REMEMBERED_AFTER_S)):
-            publication = await source.publication()
-            if self._taking_over and remembered is not None:
-                self._before = remembered  # kept until what it alone knows is kept elsewhere
+            newest = await source.publication()
+        if newest is not None:
+            try:
+                tree = await trio.to_thread.run_sync(Tree, newest.catalog, inodes)
+            except ProtocolError as error:
+                if remembered is None:
+                    raise
+                log.error("generation_ignored number=%d: %s", newest.catalog.generation, error)
+                self._note = f"{error}; names are those of the last time"
             else:
-                await trio.to_thread.run_sync(self._remembered.replace, publication)
-            return publication
-        statistics = source.statistics()
-        reason = f"the source {statistics.url} cannot be reached: {statistics.reason or 'no answer'}"
-        if remembered is None:
-            advice = "check that `tierfs serve` runs there, the address, and that source.tls is as the server has it"
-            if directory is not None:
-                advice = "check that the directory is there and can be read"
-            raise SourceUnavailable(f"{reason}; {advice}")
-        self._note = (
-            f"{reason}; names are those of the last time, and only what is resident can be read until it is back"
-        )
-        generation = remembered.catalog.generation
-        log.warning("source_down_at_start using=remembered-catalog generation=%d reason=%s", generation, reason)
-        return remembered
+                if self._taking_over and remembered is not None:
+                    self._before = remembered  # kept until what it alone knows is kept elsewhere
+                else:
+                    await trio.to_thread.run_sync(self._remembered.replace, newest)
+                return newest, tree
+        else:
+            statistics = source.statistics()
+            reason = f"the source {statistics.url} cannot be reached: {statistics.reason or 'no answer'}"
+            if remembered is None:
+                advice = (
+                    "check that `tierfs serve` runs there, the address, and that source.tls is as the server has it"
+                )
+                if directory is not None:
+                    advice = "check that the directory is there and can be read"
+                raise SourceUnavailable(f"{reason}; {advice}")
+            self._note = (
+                f"{reason}; names are those of the last time, and only what is resident can be read until it is back"
+            )
+            generation = remembered.catalog.generation
+            log.warning("source_down_at_start using=remembered-catalog generation=%d reason=%s", generation, reason)
+        return remembered, await trio.to_thread.run_sync(Tree, remembered.catalog, inodes)
 
     async def _follow(self, source: Source, filesystem: Filesystem, publication: Publication, pins: Pins) -> None:
         """Take over each new publication; a new generation's tree is built in a thread, then put in place at once."""
@@ -460,7 +481,13 @@ class _Mount:
                     cache.block_bytes,
                 )
             elif newest.catalog != publication.catalog:
-                tree = await trio.to_thread.run_sync(Tree, newest.catalog, filesystem.inodes)
+                try:
+                    tree = await trio.to_thread.run_sync(Tree, newest.catalog, filesystem.inodes)
+                except ProtocolError as error:
+                    log.error("generation_ignored number=%d: %s", newest.catalog.generation, error)
+                    publication = newest
+                    await trio.sleep(_CONTENT_BATCH_S)
+                    continue
                 cache.learn(newest.contents)
                 # Kept before the tree is in place: a daemon that takes over meets handles on these versions.
                 while self._channel is not None and not self._superseded.covers(filesystem.superseded_by(tree)):

@@ -29,6 +29,7 @@ class Tree:
     """See the head of this file."""
 
     def __init__(self, catalog: Catalog, inodes: Inodes) -> None:
+        """Blocking. Raises ProtocolError where the entries cannot all have inode numbers."""
         self.catalog = catalog
         entries = catalog.entries
         self._inodes = [ROOT_INODE] * len(entries)
@@ -65,6 +66,7 @@ class Tree:
             inode = inodes.number(identity, taken)
             self._inodes[index] = inode
             self._by_inode.setdefault(inode, index)  # hard links share a number; the first path stands for it
+        inodes.keep()
 
     def node(self, inode: int) -> Node | None:
         """The node with that number in this generation."""
