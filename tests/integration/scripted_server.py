@@ -27,6 +27,7 @@ class Peer:
     def __init__(self, stream: trio.SocketStream) -> None:
         self.stream = stream
         self._frames = FrameReader()
+        self._sending = trio.Lock()
 
     async def receive(self) -> tuple[int, m.Message]:
         while (frame := self._frames.next_frame()) is None:
@@ -37,7 +38,11 @@ class Peer:
         return frame.header.request_id, m.decode(frame.header.type, frame.body)
 
     async def send(self, message: m.Message, request_id: int, data: bytes = b"") -> None:
-        await self.stream.send_all(m.encode(message, request_id=request_id, data_bytes=len(data)) + data)
+        await self.send_raw(m.encode(message, request_id=request_id, data_bytes=len(data)) + data)
+
+    async def send_raw(self, data: bytes) -> None:
+        async with self._sending:
+            await self.stream.send_all(data)
 
 
 Handler = Callable[[Peer, int, m.ReadBlock], Awaitable[None]]
@@ -62,6 +67,13 @@ class Script:
     watches: list[m.Watch] = field(default_factory=list)
     catalogs_sent: int = 0
     pings: int = 0
+    published: trio.Event = field(default_factory=trio.Event)
+
+    def publish(self, encoded: bytes, *, contents: bytes = b"") -> None:
+        """Another catalog, which everybody who watches is told of."""
+        self.encoded, self.contents = encoded, contents
+        self.published.set()
+        self.published = trio.Event()
 
     async def serve(self, stream: trio.SocketStream) -> None:
         self.connections += 1
@@ -84,10 +96,7 @@ class Script:
             match message:
                 case m.Watch():
                     self.watches.append(message)
-                    digest = self.claimed_digest or catalog_digest(self.encoded)
-                    size = self.claimed_bytes if self.claimed_bytes >= 0 else len(self.encoded)
-                    if message.boot != self.boot or message.catalog_digest != digest:
-                        await peer.send(m.Changed(self.boot, digest, size, 1, 0), request_id, self.contents)
+                    nursery.start_soon(self._watch, peer, request_id, message)
                 case m.GetCatalog():
                     self.catalogs_sent += 1
                     end = message.offset_bytes + message.length_bytes
@@ -102,6 +111,15 @@ class Script:
                     reads_send.send_nowait((request_id, message))
                 case _:
                     raise AssertionError(f"unexpected {message}")
+
+    async def _watch(self, peer: Peer, request_id: int, message: m.Watch) -> None:
+        while True:
+            digest = self.claimed_digest or catalog_digest(self.encoded)
+            size = self.claimed_bytes if self.claimed_bytes >= 0 else len(self.encoded)
+            if message.boot != self.boot or message.catalog_digest != digest:
+                await peer.send(m.Changed(self.boot, digest, size, 1, 0), request_id, self.contents)
+                return
+            await self.published.wait()
 
     async def _reader(self, peer: Peer, reads: trio.MemoryReceiveChannel[tuple[int, m.ReadBlock]]) -> None:
         async for request_id, message in reads:

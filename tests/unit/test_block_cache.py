@@ -9,7 +9,7 @@ import pytest
 import trio
 import trio.testing
 
-from tierfs.blocks.errors import CorruptBlock, SourceTimeout, StaleVersion
+from tierfs.blocks.errors import CorruptBlock, SourceRefused, SourceTimeout, StaleVersion
 from tierfs.blocks.ids import ContentId, ObjectKey, VersionId
 from tierfs.blocks.spans import Span
 from tierfs.cache.block_cache import BlockCache, FileFacts
@@ -276,6 +276,41 @@ def test_every_buffer_is_back_after_failures_and_cancellation() -> None:
             pool = cache.pool
         cache.memory.clear()
         assert pool.used_slots == 0
+
+    run(test)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_files_of_different_sizes_that_are_said_to_be_one_content_never_give_each_others_lengths(at_once: bool) -> None:
+    """By a source that lies: a reader gets bytes of its own file, or an error."""
+    small = FileFacts(version=version_of(b"s", DATA[:10]), size_bytes=10, path=b"s", model=b"s", model_bytes=10)
+
+    async def test() -> None:
+        source = MemorySource({PATH: DATA, b"s": DATA[:10]}, block_bytes=BLOCK)
+        source.gate = trio.Event()
+        ends: list[object] = []
+
+        async def reader(file: FileFacts, length: int) -> None:
+            try:
+                ends.append(bytes(await cache.read(file, Span(0, 0, length), sequential=True)) == DATA[:length])
+            except SourceRefused as error:
+                ends.append(str(error))
+
+        async with running(source) as cache:
+            cache.learn({FILE.version: ContentId(b"c" * 16), small.version: ContentId(b"c" * 16)})
+            if not at_once:
+                source.gate.set()
+                for file, length in ((small, 10), (FILE, BLOCK), (small, 10)):
+                    await reader(file, length)
+                assert ends == [True] * 3
+                return
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(reader, small, 10)
+                await trio.testing.wait_all_tasks_blocked()
+                nursery.start_soon(reader, FILE, BLOCK)
+                await trio.testing.wait_all_tasks_blocked()
+                source.gate.set()
+            assert True in ends and any("another size" in str(end) for end in ends)
 
     run(test)
 

@@ -16,6 +16,7 @@ from tierfs.fs.inodes import Inodes
 from tierfs.fs.pins import kind_of
 from tierfs.fs.tree import Tree
 from tierfs.testing.sources import MemorySource
+from tierfs.tiers.interface import Offer
 
 
 def test_what_is_pinned_stays_however_hot_the_others_are(tmp_path: Path) -> None:
@@ -49,6 +50,37 @@ def test_what_is_pinned_is_brought_and_what_is_hotter_gives_way(tmp_path: Path) 
             assert (progress.done_bytes, progress.bypassed_bytes, progress.failed_bytes) == (SIZE, 0, 0)
             (state,) = world.pins.states()
             assert (state.pin.path, state.kind, state.files, state.state) == (b"c", "model", 1, "resident")
+
+    run(test)
+
+
+def test_what_finds_no_room_is_not_fetched_to_its_end(tmp_path: Path) -> None:
+    """A file may be larger than any disk, or be said to be."""
+
+    async def test() -> None:
+        world = World(tmp_path)
+        world.source = MemorySource({b"x/model.bin": bytes(400 * BLOCK)}, block_bytes=BLOCK)
+        async with world.running():
+            progress = mover.WarmProgress()
+            await mover.warm(world.cache, [await world.file("x")], world.warm, progress)
+            assert (progress.done_bytes + progress.bypassed_bytes, progress.failed_bytes) == (400 * BLOCK, 0)
+            assert len(world.source.requests) <= 64, "what the tier holds, and some that were under way"
+
+    run(test)
+
+
+def test_what_is_there_of_a_file_that_finds_no_more_room_counts_as_done(tmp_path: Path) -> None:
+    async def test() -> None:
+        world = World(tmp_path)
+        async with world.running():
+            file = await world.file("a")
+            for block in (1, 6, 7):
+                await mover.bring(world.cache, file, block, world.warm)
+            await world.warm.flush()
+            world.warm.offer = lambda *_: Offer.BYPASSED  # type: ignore[method-assign]
+            progress = mover.WarmProgress()
+            await mover.warm(world.cache, [file], world.warm, progress)
+            assert (progress.done_bytes, progress.bypassed_bytes) == (3 * BLOCK, 5 * BLOCK)
 
     run(test)
 

@@ -30,7 +30,15 @@ from typing import TypeVar
 
 import trio
 
-from tierfs.blocks.errors import CorruptBlock, NoBuffer, SourceTimeout, SourceUnavailable, TierFailed, TierfsError
+from tierfs.blocks.errors import (
+    CorruptBlock,
+    NoBuffer,
+    SourceRefused,
+    SourceTimeout,
+    SourceUnavailable,
+    TierFailed,
+    TierfsError,
+)
 from tierfs.blocks.ids import ContentId, ObjectKey, VersionId, digest_block
 from tierfs.blocks.spans import Span, block_length, whole_block
 from tierfs.cache.buffers import BlockLease, Buffer, BufferPool, PartBudget
@@ -230,7 +238,7 @@ class BlockCache:
         perhaps a view of mapped memory, which Python must not touch.
         """
         key = self.key(file.version)
-        found = self.memory.get((key, span.block))
+        found = self._in_memory(file, key, span.block)
         if found is not None:
             self.statistics.memory_hit_blocks += 1
             return self._serve((key, span.block), found, span)
@@ -255,7 +263,7 @@ class BlockCache:
     def locate_nowait(self, file: FileFacts, span: Span, *, sequential: bool) -> Part | None:
         """As locate(), if it need not wait: in memory, or in a tier's file that is open and lent already."""
         key = self.key(file.version)
-        found = self.memory.get((key, span.block))
+        found = self._in_memory(file, key, span.block)
         if found is not None:
             self.statistics.memory_hit_blocks += 1
             return self._place((key, span.block), found, span)
@@ -292,7 +300,7 @@ class BlockCache:
     ) -> _Found:
         """From memory, a tier that has it, or a load, in the one order there is; the two callables say as what."""
         key = self.key(file.version)
-        found = self.memory.get((key, span.block))
+        found = self._in_memory(file, key, span.block)
         if found is not None:
             return in_memory((key, span.block), found, span)
         tier = self._nearest(key, span.block)
@@ -301,16 +309,27 @@ class BlockCache:
             if there is not None:
                 return there
             key = self.key(file.version)  # look again: it may have become known, and loaded, meanwhile
-            found = self.memory.get((key, span.block))
+            found = self._in_memory(file, key, span.block)
             if found is not None:
                 return in_memory((key, span.block), found, span)
         if sequential:
             self.on_wait()
         block = await self._wait_held(file, key, span.block)
         try:
+            if block.length_bytes != block_length(file.size_bytes, self.block_bytes, span.block):
+                raise SourceRefused(f"{file.name}: the source says that a file of another size has the same content")
             return in_memory((key, span.block), block, span)
         finally:
             block.buffer.release()
+
+    def _in_memory(self, file: FileFacts, key: ObjectKey, block: int) -> MemoryBlock | None:
+        """That block of the file. One of another length is none: a source may say that files of different sizes have
+        one content, in one catalog or one after the other."""
+        found = self.memory.get((key, block))
+        if found is not None and found.length_bytes != block_length(file.size_bytes, self.block_bytes, block):
+            self.memory.drop((key, block))
+            return None
+        return found
 
     def _place(self, key: BlockKey, block: MemoryBlock, span: Span) -> Part:
         """As _serve, with a hold. No checkpoint between finding the block, or holding it, and here."""
@@ -347,7 +366,7 @@ class BlockCache:
         None where there is none, or the tiers do not say so in time. Raises SourceUnavailable when stopping.
         """
         key = self.key(file.version)
-        holders = [tier for tier in self.tiers if tier.resident_bytes(key) >= file.size_bytes]
+        holders = [tier for tier in self.tiers if tier.resident_bytes(key) == file.size_bytes]
         if not holders:
             return None
         found: list[LentFile] = []
@@ -422,7 +441,7 @@ class BlockCache:
     async def load(self, file: FileFacts, block: int) -> MemoryBlock:
         """That block in memory, for the mover. Valid until the next checkpoint unless leased. Raises like read()."""
         key = self.key(file.version)
-        return self.memory.get((key, block)) or await self._wait(file, key, block)
+        return self._in_memory(file, key, block) or await self._wait(file, key, block)
 
     def prefetch(self, file: FileFacts, block: int) -> bool:
         """Start loading a block nobody waits for; False when it is here, on its way, or needs no load (mapped)."""

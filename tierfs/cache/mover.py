@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import trio
 
 from tierfs.blocks.errors import SourceTimeout, TierFailed, TierfsError
-from tierfs.blocks.ids import ObjectKey
+from tierfs.blocks.ids import ObjectKey, VersionId
 from tierfs.blocks.spans import block_length
 from tierfs.cache.block_cache import BlockCache, FileFacts, blocks_of
 from tierfs.tiers.interface import LocalTier, Offer
@@ -34,14 +34,23 @@ async def warm(cache: BlockCache, files: Sequence[FileFacts], tier: LocalTier, p
     """Bring these files into that tier, counting in ``progress`` as it goes; returns when all is durable.
 
     Trouble with one block is counted and does not stop the others, but when the source stays away for its whole timeout
-    the rest is given up too. Cancellation keeps what has been brought.
+    the rest is given up too. What is left of a file of which a block found no room is not even fetched: a tier takes
+    whole models or nothing. Cancellation keeps what has been brought.
     """
+    no_room: set[VersionId] = set()
+    skipped_bytes = 0
     send, receive = trio.open_memory_channel[tuple[FileFacts, int]](0)
 
     async def feed() -> None:
+        nonlocal skipped_bytes
         async with send:
             for file in files:
                 for block in blocks_of(file, cache.block_bytes):
+                    if file.version in no_room:
+                        left_bytes = file.size_bytes - block * cache.block_bytes
+                        skipped_bytes += left_bytes
+                        progress.bypassed_bytes += left_bytes
+                        break
                     await send.send((file, block))
 
     async def work() -> None:
@@ -60,6 +69,7 @@ async def warm(cache: BlockCache, files: Sequence[FileFacts], tier: LocalTier, p
                 progress.done_bytes += length
             else:
                 progress.bypassed_bytes += length
+                no_room.add(file.version)
 
     # In use, as far as placement is concerned: a model must not be evicted while it is being brought.
     keys = [ObjectKey(file.version) for file in files]
@@ -74,6 +84,9 @@ async def warm(cache: BlockCache, files: Sequence[FileFacts], tier: LocalTier, p
         await tier.flush()
         # What counts is what is there, not what was accepted: a disk may have failed, or been full.
         there = sum(tier.resident_bytes(cache.key(file.version)) for file in files)
+        found_bytes = min(skipped_bytes, max(0, there - progress.done_bytes))  # among what was not even looked at
+        progress.done_bytes += found_bytes
+        progress.bypassed_bytes -= found_bytes
         progress.bypassed_bytes += max(0, progress.done_bytes - there)
         progress.done_bytes = min(progress.done_bytes, there)
     finally:

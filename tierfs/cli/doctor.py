@@ -12,7 +12,9 @@ from rich.console import Console
 from tierfs import __version__
 from tierfs.app.doctor.examination import Examination, examine
 from tierfs.app.doctor.finding import Level
+from tierfs.blocks.text import printable
 from tierfs.cli.errors import one_line
+from tierfs.cli.saying import say
 
 _STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
 
@@ -35,7 +37,7 @@ def doctor(
         _print(found)
     problems = found.count(Level.PROBLEM)
     if problems:
-        print(f"tierfs: {problems} of the findings are problems: each has its mend line", file=sys.stderr)
+        say(f"tierfs: {problems} of the findings are problems: each has its mend line", file=sys.stderr)
         raise typer.Exit(1)
 
 
@@ -53,10 +55,10 @@ def _print(found: Examination) -> None:
     console = Console(highlight=False, soft_wrap=True, markup=False)
     for finding in found.findings:
         console.print(f"{finding.level.value:8}", style=_STYLES[finding.level], end="")
-        console.print(f" {finding.what}")
+        console.print(printable(f" {finding.what}"))
         if finding.why:
-            console.print(f"         why   {finding.why}")
+            console.print(printable(f"         why   {finding.why}"))
         if finding.mend:
-            console.print(f"         mend  {finding.mend}")
+            console.print(printable(f"         mend  {finding.mend}"))
     counts = [f"{found.count(level)} {level.value}" for level in reversed(Level)]
     console.print(", ".join(counts))

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tierfs.blocks.errors import TierfsError
+from tierfs.cli.saying import say
 
 
 @contextmanager
@@ -14,7 +15,7 @@ def one_line(status: int = 1) -> Iterator[None]:
         yield
     except TierfsError as error:
         message = " ".join(str(error).split())
-        print(f"tierfs: {message}", file=sys.stderr)
+        say(f"tierfs: {message}", file=sys.stderr)
         raise SystemExit(status) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

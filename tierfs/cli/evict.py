@@ -9,6 +9,7 @@ from tierfs.blocks.errors import ControlError
 from tierfs.blocks.units import format_bytes
 from tierfs.cli.errors import one_line
 from tierfs.cli.paths import in_one_mount
+from tierfs.cli.saying import say
 from tierfs.control.socket import ask
 
 
@@ -38,12 +39,12 @@ def evict(
 
 def _print(answer: dict[str, Any]) -> None:
     tiers = ", ".join(f"{name} {format_bytes(count)}" for name, count in answer["tiers"].items() if count)
-    print(
+    say(
         f"{answer['path']} ({answer['kind']}): {format_bytes(answer['freed_bytes'])} evicted"
         f"{f' ({tiers})' if tiers else ''}"
     )
     if answer["dying_bytes"]:
-        print(
+        say(
             f"  {format_bytes(answer['dying_bytes'])} of it are mapped by somebody still: that space follows when they"
             " let go (dying_bytes in `tierfs status --json`)"
         )

@@ -4,6 +4,7 @@ import typer
 
 from tierfs import __version__
 from tierfs.cli import doctor, evict, mount, pin, reload, report, restart, serve, status, top, verify, warm, where
+from tierfs.cli.saying import say
 
 app = typer.Typer(
     help="Model weights from the nearest tier.",
@@ -31,7 +32,7 @@ app.command("reload")(reload.reload)
 
 def _version(value: bool) -> None:
     if value:
-        print(f"tierfs {__version__}")
+        say(f"tierfs {__version__}")
         raise typer.Exit
 
 

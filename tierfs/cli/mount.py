@@ -27,6 +27,7 @@ from tierfs.app import launch, logs, notify, places
 from tierfs.app import mount as app_mount
 from tierfs.blocks.errors import ControlError, MountFailed, TierfsError
 from tierfs.cli.errors import one_line
+from tierfs.cli.saying import say
 from tierfs.config.load import given_keys, load_mount_config
 from tierfs.config.schema import MountConfig
 from tierfs.control import registry
@@ -172,7 +173,7 @@ def _told_mounted(place: str, file: Path, options: list[str]) -> bool:
                 f"{place} is the mount of another configuration, {record.config}{given_options}:"
                 f" `tierfs unmount {place}` first"
             )
-        print(f"tierfs: {file} is mounted at {place} already", file=sys.stderr)
+        say(f"tierfs: {file} is mounted at {place} already", file=sys.stderr)
         return True
     return False
 
@@ -254,7 +255,7 @@ def _start_daemon(
             if line is not None and line.startswith("ready"):
                 note = line.removeprefix("ready").strip()
                 if note:
-                    print(f"tierfs: mounted, but {note}", file=sys.stderr)
+                    say(f"tierfs: mounted, but {note}", file=sys.stderr)
                 return
             if line == "":
                 # What it says while it ends is there once it has ended.

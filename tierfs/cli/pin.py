@@ -11,6 +11,7 @@ from tierfs.blocks.units import format_bytes
 from tierfs.cli.errors import one_line
 from tierfs.cli.paths import in_one_mount
 from tierfs.cli.progress import bar
+from tierfs.cli.saying import say
 from tierfs.control import registry
 from tierfs.control.socket import ask
 
@@ -40,7 +41,7 @@ def pin(
             print(json.dumps(answers, indent=2))
         else:
             for answer in answers:
-                print(
+                say(
                     f"{answer['path']} ({_what(answer)}): pinned in {answer['tier']},"
                     f" {format_bytes(answer['resident_bytes'])} of {format_bytes(answer['bytes'])} resident"
                 )
@@ -65,7 +66,7 @@ def unpin(
             print(json.dumps(answers, indent=2))
             return
         for answer in answers:
-            print(f"{answer['path']}: no longer pinned in {answer['tier']}")
+            say(f"{answer['path']}: no longer pinned in {answer['tier']}")
 
 
 def _list(as_json: bool) -> None:
@@ -80,13 +81,13 @@ def _list(as_json: bool) -> None:
     if as_json:
         print(json.dumps(found, indent=2))
     elif not found and trouble is None:
-        print("nothing is pinned in the mounts of this user")
+        say("nothing is pinned in the mounts of this user")
     else:
         for pinned in found:
             place = os.path.normpath(os.path.join(pinned["mountpoint"], pinned["path"]))
             resident = f"{format_bytes(pinned['resident_bytes'])} of {format_bytes(pinned['bytes'])} resident"
             state = f"{pinned['state']}: {pinned['reason']}" if pinned["reason"] else pinned["state"]
-            print(f"{place} ({_what(pinned)}): in {pinned['tier']}, {resident}, {state}")
+            say(f"{place} ({_what(pinned)}): in {pinned['tier']}, {resident}, {state}")
     if trouble is not None:
         raise trouble
 

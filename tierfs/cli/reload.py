@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from tierfs.cli.errors import one_line
+from tierfs.cli.saying import say
 from tierfs.control import registry
 from tierfs.control.socket import ask
 
@@ -23,7 +24,7 @@ def reload(
             print(json.dumps(answers, indent=2))
             return
         if not answers:
-            print(f"{record.config}: nothing has changed")
+            say(f"{record.config}: nothing has changed")
         for answer in answers:
             needs = f" needs {answer['needs']}" if answer["needs"] else ""
-            print(f"{answer['key']}: {answer['before']} -> {answer['after']}{needs}")
+            say(f"{answer['key']}: {answer['before']} -> {answer['after']}{needs}")

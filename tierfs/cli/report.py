@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tierfs.blocks.errors import ControlError
+from tierfs.blocks.text import printable
 from tierfs.blocks.units import format_bytes, format_duration
 from tierfs.catalog.load_store import read_loads
 from tierfs.cli.errors import one_line
@@ -89,13 +90,13 @@ def _runs_at(path: str) -> bool:
 def _row(load: dict[str, Any]) -> list[str]:
     slowest = load["slowest_file"]
     return [
-        str(load["number"]), _printable(load["path"]),
+        str(load["number"]), printable(load["path"]),
         time.strftime("%m-%d %H:%M:%S", time.localtime(load["started_s"])),
         format_duration(load["duration_s"]), load["end"], format_bytes(load["read_bytes"]),
         f"{format_bytes(int(load['bytes_per_s']))}/s", format_bytes(load["fetched_bytes"]),
         "-" if load["amplification"] is None else f"{load['amplification']:.2f}",
         f"{load['stalled_reads']} reads, {load['stalled_s']:.1f} s",
-        "-" if slowest is None else f"{_printable(slowest['path'])} ({slowest['wait_s']:.1f} s)",
+        "-" if slowest is None else f"{printable(slowest['path'])} ({slowest['wait_s']:.1f} s)",
     ]  # fmt: skip
 
 
@@ -117,7 +118,7 @@ def _print(loads: list[dict[str, Any]]) -> None:
     console.print(f"load {newest['number']}: reads {_sizes(newest)}; {newest['failed_reads']} failed;"
                   f" {newest['passthrough_opens']} opens in passthrough")  # fmt: skip
     for stall in newest["stalls"][:5]:
-        console.print(f"  stall of {stall['seconds']:.2f} s at {stall['at_s']:.1f} s: {_printable(stall['path'])}"
+        console.print(f"  stall of {stall['seconds']:.2f} s at {stall['at_s']:.1f} s: {printable(stall['path'])}"
                       f" offset {stall['offset_bytes']}, {stall['place']}")  # fmt: skip
 
 
@@ -133,11 +134,7 @@ def _page(loads: list[dict[str, Any]]) -> str:
         parts.append(f'<h2>Load {load["number"]}</h2><img alt="bytes over time" src="data:image/png;base64,{image}">')
         parts.append(f"<p>Reads: {html.escape(_sizes(load))}. Stalls of more than 0.1 s:<ul>")
         for stall in load["stalls"]:
-            where = html.escape(f"{_printable(stall['path'])} offset {stall['offset_bytes']}, {stall['place']}")
+            where = html.escape(f"{printable(stall['path'])} offset {stall['offset_bytes']}, {stall['place']}")
             parts.append(f"<li>{stall['seconds']:.2f} s at {stall['at_s']:.1f} s: {where}")
         parts.append("</ul>")
     return "\n".join(parts)
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text)

@@ -18,6 +18,7 @@ from tierfs.app import launch
 from tierfs.blocks.errors import ControlError
 from tierfs.cli.errors import one_line
 from tierfs.cli.mount import overrides
+from tierfs.cli.saying import say
 from tierfs.config.load import load_mount_config
 from tierfs.control import registry
 from tierfs.control.socket import ask
@@ -54,9 +55,7 @@ def restart(mountpoint: Annotated[str, typer.Argument(help="Where the tierfs is 
             with contextlib.suppress(ControlError):
                 if next(ask(record, "status", timeout_s=2.0))["daemon"]["pid"] != record.daemon_pid:
                     if kept:
-                        print(
-                            f"tierfs: unmount and mount again for these to change: {'; '.join(kept)}", file=sys.stderr
-                        )
+                        say(f"tierfs: unmount and mount again for these to change: {'; '.join(kept)}", file=sys.stderr)
                     return
             reason = registry.failure(record)
             if reason and was_starting:

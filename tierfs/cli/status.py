@@ -8,9 +8,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from tierfs.blocks.text import printable
 from tierfs.blocks.units import format_bytes, format_duration
 from tierfs.cli.errors import one_line
 from tierfs.cli.paths import in_one_mount
+from tierfs.cli.saying import say
 from tierfs.control import registry
 from tierfs.control.socket import ask
 
@@ -45,7 +47,7 @@ def _ready(path: str, as_json: bool) -> None:
         print(json.dumps(answer, indent=2))
     else:
         eta = "" if answer["ready"] or answer["eta_s"] is None else f"; load time from here {answer['eta_s']:.1f} s"
-        print(f"{answer['path']}: {'ready' if answer['ready'] else 'not ready'}: {answer['reason']}{eta}")
+        say(f"{answer['path']}: {'ready' if answer['ready'] else 'not ready'}: {answer['reason']}{eta}")
     if not answer["ready"]:
         raise SystemExit(1)
 
@@ -56,68 +58,66 @@ def _list(as_json: bool) -> None:
         print(json.dumps([{"mountpoint": r.mountpoint, "pid": r.pid, "alive": r.alive} for r in found], indent=2))
         return
     if not found:
-        print("no tierfs mounts of this user")
+        say("no tierfs mounts of this user")
     for record in found:
         state = f"pid {record.pid}" if record.alive else f"dead (pid {record.pid} is gone): mount again, or unmount"
-        print(f"{record.mountpoint}  {state}")
+        say(f"{record.mountpoint}  {state}")
 
 
 def _print(answer: dict[str, Any]) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, markup=False)
     source, memory, kernel = answer["source"], answer["memory"], answer["kernel"]
     uptime = format_duration(answer["daemon"]["uptime_s"])
-    console.print(f"{answer['mountpoint']}  pid {answer['daemon']['pid']}, up {uptime}, mode {answer['mode']}")
-    console.print(f"        {answer['mode_reason']}")
+    say(f"{answer['mountpoint']}  pid {answer['daemon']['pid']}, up {uptime}, mode {answer['mode']}")
+    say(f"        {answer['mode_reason']}")
     reason = f" ({source['reason']})" if source["reason"] else ""
-    console.print(
+    say(
         f"source  {source['url']}  {source['state']}{reason}, {format_bytes(source['fetched_bytes'])} fetched,"
         f" {source['corrupt_blocks']} corrupt, generation {answer['catalog']['generation']}"
     )
     if source["transport"] == "rdma":
-        console.print(
+        say(
             f"        by RDMA on {source['device'] or 'no device now'}, port {source['port'] or '-'},"
             f" {format_bytes(source['rdma_bytes'])}; {source['rdma_failures']} blocks another way"
         )
     if source["transport_reason"]:
-        console.print(f"        not by RDMA: {source['transport_reason']}")
+        say(f"        not by RDMA: {source['transport_reason']}")
     for name, tier in answer["tiers"].items():
         trouble = f"  {tier['state']}: {tier['reason']}" if tier["state"] != "ok" else ""
-        console.print(
+        say(
             f"{name:6}  {format_bytes(tier['used_bytes'])} of {format_bytes(tier['capacity_bytes'])} ({tier['medium']},"
             f" residency: {tier['residency']}), hits {tier['hit_blocks']},"
             f" evicted {tier['evicted_blocks']}, corrupt {tier['corrupt_blocks']},"
             f" bypassed {tier['bypassed_blocks']}, skipped {tier['skipped_blocks']}{trouble}"
         )
         if tier["residency_reason"]:
-            console.print(f"        no pool: {tier['residency_reason']}")
-    console.print(
+            say(f"        no pool: {tier['residency_reason']}")
+    say(
         f"memory  {format_bytes(memory['used_bytes'])} of {format_bytes(memory['limit_bytes'])};"
         f" oldest request {answer['oldest_request_s']:.1f} s, open files {answer['open_files']}"
     )
     for note in memory["notes"]:
-        console.print(f"        {note}")
-    console.print(
-        f"kernel  read-ahead {format_bytes(kernel['read_ahead_bytes'])}, background {kernel['max_background']}"
-    )
+        say(f"        {note}")
+    say(f"kernel  read-ahead {format_bytes(kernel['read_ahead_bytes'])}, background {kernel['max_background']}")
     channel = answer["channel"]
     if channel is not None:
         kept_back = sum(sum(tier["kept_back"].values()) for tier in answer["tiers"].values())
         reason = "" if kernel["passthrough"] else f" (none: {kernel['passthrough_reason']}; see `tierfs doctor`)"
-        console.print(
+        say(
             f"channel pid {channel['pid']}, daemon {channel['epoch']} of this mount; passthrough{reason}:"
             f" opens {channel['passthrough_opens']}, held back {channel['held_back_opens']},"
             f" kept back {kept_back + channel['late_handouts']},"
             f" refused {channel['refused_opens']}"
         )
     for note in kernel["notes"]:
-        console.print(f"        {note}")
+        say(f"        {note}")
     table = Table("model", "size", "resident", "pinned", "load from here", box=None, pad_edge=False)
     for model in answer["models"][:50]:
         # Rounded down: 100 % is all of it.
         percent = 100 * model["resident_bytes"] // model["bytes"] if model["bytes"] else 100
         eta = "?" if model["eta_s"] is None else f"{model['eta_s']:.1f} s"
         pinned = format_bytes(model["pinned_bytes"]) if model["pinned_bytes"] else ""
-        table.add_row(model["path"], format_bytes(model["bytes"]), f"{percent} %", pinned, eta)
+        table.add_row(printable(model["path"]), format_bytes(model["bytes"]), f"{percent} %", pinned, eta)
     console.print(table)
     if len(answer["models"]) > 50:
-        console.print(f"and {len(answer['models']) - 50} more; --json has all")
+        say(f"and {len(answer['models']) - 50} more; --json has all")

@@ -15,9 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from tierfs.blocks.errors import ControlError
+from tierfs.blocks.text import printable
 from tierfs.blocks.units import format_bytes, format_duration, parse_duration
 from tierfs.cli.errors import one_line
 from tierfs.cli.paths import the_mount
+from tierfs.cli.saying import say
 from tierfs.control import registry
 from tierfs.control.rates import sample
 from tierfs.control.socket import ask
@@ -41,7 +43,10 @@ def top(
         try:
             if as_json or not sys.stdout.isatty():
                 for one in samples:
-                    print(json.dumps(one) if as_json else _line(one), flush=True)
+                    if as_json:
+                        print(json.dumps(one), flush=True)
+                    else:
+                        say(_line(one))
             else:
                 with Live(Text("measuring ..."), auto_refresh=False) as live:
                     for one in samples:
@@ -99,7 +104,7 @@ def _line(one: dict[str, Any]) -> str:
 
 def _table(one: dict[str, Any]) -> Group:
     if "error" in one:
-        return Group(Text(f"no answer: {one['error']}"))
+        return Group(Text(printable(f"no answer: {one['error']}")))
     rates = Table("read from", "rate", box=None, pad_edge=False)
     for name, rate in one["read_bytes_per_s"].items():
         rates.add_row(name, _rate(rate))
@@ -117,13 +122,13 @@ def _table(one: dict[str, Any]) -> Group:
     for model in one["models"]:
         eta = "?" if model["eta_s"] is None else f"{model['eta_s']:.1f} s"
         size = format_bytes(model["bytes"])
-        models.add_row(model["path"], _percent(model), size, _rate(model["resident_bytes_per_s"]), eta)
+        models.add_row(Text(printable(model["path"])), _percent(model), size, _rate(model["resident_bytes_per_s"]), eta)
     note = [Text(_PASSTHROUGH, style="dim")] if one["passthrough_files"] else []
     loads = Table("load", "", "done", "of", "rate", "time left", box=None, pad_edge=False)
     for load in one["loads"][:_LOADS_MAX]:
         left = "?" if load["eta_s"] is None else format_duration(load["eta_s"])
         size = format_bytes(load["bytes"])
-        loads.add_row(Text(load["path"]), load["kind"], _done(load), size, _rate(load["bytes_per_s"]), left)
+        loads.add_row(Text(printable(load["path"])), load["kind"], _done(load), size, _rate(load["bytes_per_s"]), left)
     return Group(rates, Text(flight), Text(opens), *note, *([loads] if one["loads"] else []), models)
 
 

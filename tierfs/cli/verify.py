@@ -13,6 +13,7 @@ from tierfs.blocks.units import format_bytes, format_duration, parse_rate
 from tierfs.cli.errors import one_line
 from tierfs.cli.paths import in_one_mount, the_mount
 from tierfs.cli.progress import bar
+from tierfs.cli.saying import say
 from tierfs.control.socket import ask
 
 
@@ -50,10 +51,10 @@ def verify(
 
 def _print(answer: dict[str, Any]) -> None:
     for bad in answer["bad"]:
-        print(f"bad: {bad['path']} block {bad['block']} in {bad['tier']}: {bad['outcome']}")
+        say(f"bad: {bad['path']} block {bad['block']} in {bad['tier']}: {bad['outcome']}")
     untold = answer["bad_blocks"] - len(answer["bad"])
     if untold > 0:
-        print(f"and {untold} more; the daemon's log has them (verify_found_bad)")
+        say(f"and {untold} more; the daemon's log has them (verify_found_bad)")
     parts = [f"{answer['good_blocks']} blocks good", f"{answer['bad_blocks']} bad"]
     if answer["bad_blocks"]:
         parts.append(f"{answer['repaired_blocks']} of these repaired")
@@ -64,4 +65,4 @@ def _print(answer: dict[str, Any]) -> None:
     if answer["trouble"]:
         parts.append(f"first reason: {answer['trouble']}")
     took = format_duration(answer["duration_s"])
-    print(f"{format_bytes(answer['checked_bytes'])} in {answer['objects']} objects, {took}: {', '.join(parts)}")
+    say(f"{format_bytes(answer['checked_bytes'])} in {answer['objects']} objects, {took}: {', '.join(parts)}")

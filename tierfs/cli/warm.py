@@ -10,6 +10,7 @@ from tierfs.blocks.units import format_bytes
 from tierfs.cli.errors import one_line
 from tierfs.cli.paths import in_one_mount
 from tierfs.cli.progress import bar
+from tierfs.cli.saying import say
 from tierfs.control.socket import ask
 
 
@@ -35,7 +36,7 @@ def warm(
                 f"{format_bytes(last['bypassed_bytes'])} do not fit into the tier beside what is in use or hotter;"
                 " raise its capacity"
             )
-        print(f"{format_bytes(last['total_bytes'])} resident")
+        say(f"{format_bytes(last['total_bytes'])} resident")
 
 
 def _check(answers: Iterator[dict[str, Any]], tier: str | None) -> None:
@@ -46,7 +47,7 @@ def _check(answers: Iterator[dict[str, Any]], tier: str | None) -> None:
         resident = answer["resident_bytes"] if tier is None else answer["tiers"][tier]
         complete = complete and resident == answer["bytes"]
         missing = answer["bytes"] - resident
-        print(
+        say(
             f"{answer['path']}: {'all' if not missing else format_bytes(resident)} of {format_bytes(answer['bytes'])}"
             f" resident{f', {format_bytes(missing)} missing' if missing else ''}"
         )

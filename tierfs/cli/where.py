@@ -8,6 +8,7 @@ import typer
 from tierfs.blocks.units import format_bytes
 from tierfs.cli.errors import one_line
 from tierfs.cli.paths import in_one_mount
+from tierfs.cli.saying import say
 from tierfs.control.socket import ask
 
 
@@ -26,11 +27,11 @@ def where(
         for answer in answers:
             rates = answer["bytes_per_s"]
             placed = _placed(answer, rates)
-            print(f"{answer['path']}: {format_bytes(answer['bytes'])} in {answer['files']} files; {placed}")
+            say(f"{answer['path']}: {format_bytes(answer['bytes'])} in {answer['files']} files; {placed}")
             for file in answer.get("per_file", ()):
-                print(f"  {file['path']}: {format_bytes(file['bytes'])}; {_placed(file, rates)}")
+                say(f"  {file['path']}: {format_bytes(file['bytes'])}; {_placed(file, rates)}")
         measured = ", ".join(f"{name} {format_bytes(int(rate))}/s" for name, rate in rates.items() if rate)
-        print(f"at the rates measured so far: {measured or 'none yet'}")
+        say(f"at the rates measured so far: {measured or 'none yet'}")
 
 
 def _placed(answer: dict[str, Any], rates: dict[str, float]) -> str:

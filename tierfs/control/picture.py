@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tierfs.blocks.errors import ControlError
+from tierfs.blocks.text import printable
 
 _MIB = 1 << 20
 _SERIES = (  # key of a slice, label, colour; colours that the colour-blind can tell apart (Okabe and Ito)
@@ -45,7 +46,7 @@ def _draw(axes: Any, load: dict[str, Any]) -> None:
     for stall in load["stalls"]:
         axes.axvspan(stall["at_s"], stall["at_s"] + stall["seconds"], color="#CC79A7", alpha=0.25, linewidth=0)
     # A path is no mathematics: a dollar sign in it is one.
-    name = load["path"].replace("$", r"\$")
+    name = printable(load["path"]).replace("$", r"\$")
     axes.set_title(f"load {load['number']}: {name} ({load['end']})", loc="left", fontsize=10)
     axes.set_xlabel("s (shaded: reads that took more than 0.1 s)")
     axes.set_ylabel("MiB")

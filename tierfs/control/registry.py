@@ -26,6 +26,7 @@ from pathlib import Path
 import msgspec
 
 from tierfs.blocks.errors import ControlError
+from tierfs.blocks.text import printable
 
 ENVIRONMENT = "TIERFS_RUNTIME_DIR"
 _ROOT = Path("/run/tierfs")
@@ -186,8 +187,7 @@ def failure(record: Record) -> str:
         text = _read(Path(record.socket).with_suffix(_FAILURE)).decode("utf-8", errors="replace")
     except (OSError, ValueError):
         return ""
-    words = " ".join(text.split())[:_FAILURE_CHARACTERS_MAX]
-    return "".join(c if c.isprintable() else "?" for c in words)
+    return printable(" ".join(text.split())[:_FAILURE_CHARACTERS_MAX])
 
 
 def _read(path: Path) -> bytes:

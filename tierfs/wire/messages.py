@@ -21,6 +21,7 @@ from tierfs.blocks.errors import (
     StaleVersion,
     TierfsError,
 )
+from tierfs.blocks.text import printable as text_printable
 from tierfs.config.addresses import EXPORT_LIMIT_BYTES
 from tierfs.wire.framing import encode_header
 
@@ -375,5 +376,4 @@ def code_for(error: TierfsError) -> Code:
 
 def printable(text: str) -> str:
     """A peer's text made safe for a log line or a terminal, and short enough for a message."""
-    text = text[:REASON_LIMIT_CHARACTERS]
-    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
+    return text_printable(text[:REASON_LIMIT_CHARACTERS])
