@@ -18,6 +18,7 @@ import trio
 
 from tierfs.blocks.errors import ControlError
 from tierfs.config.addresses import Address
+from tierfs.transport.newcomers import Newcomers
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ async def serve(
         bound = Address(*listening.getsockname()[:2]) if isinstance(where, Address) else where
         log.info("metrics_listening at=%s", bound)
         limiter = trio.CapacityLimiter(_CONNECTIONS_MAX)
+        newcomers = Newcomers()
         async with trio.open_nursery() as nursery:
             task_status.started(bound)
             while True:
@@ -70,7 +72,7 @@ async def serve(
                     await trio.sleep(_ACCEPT_AGAIN_S)
                     continue
                 stream = trio.SocketStream(connection)
-                nursery.start_soon(_answer, stream, pages, content_type, deadline_s, limiter)
+                nursery.start_soon(_answer, stream, pages, content_type, deadline_s, limiter, newcomers)
 
 
 class _Pages:
@@ -148,16 +150,21 @@ async def _clear(path: Path) -> None:
 
 
 async def _answer(
-    stream: trio.SocketStream, pages: _Pages, content_type: str, deadline_s: float, limiter: trio.CapacityLimiter
+    stream: trio.SocketStream,
+    pages: _Pages,
+    content_type: str,
+    deadline_s: float,
+    limiter: trio.CapacityLimiter,
+    newcomers: Newcomers,
 ) -> None:
     async with stream:
-        try:
-            limiter.acquire_on_behalf_of_nowait(stream)
-        except trio.WouldBlock:
+        if not limiter.available_tokens and not newcomers.push_out():
             return
+        await limiter.acquire_on_behalf_of(stream)
         try:
-            with trio.move_on_after(deadline_s):
+            with newcomers.arrive() as newcomer, trio.move_on_after(deadline_s):
                 head = await _head(stream)
+                newcomer.settle()
                 await stream.send_all(_response(head, pages, content_type))
                 await stream.send_eof()
                 if head is None:  # closing over what was not read would take the answer back

@@ -18,6 +18,7 @@ import trio
 
 from tierfs.blocks.errors import ControlError, TierfsError, first
 from tierfs.control.registry import Record, failure
+from tierfs.transport.newcomers import Newcomers
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ async def serve(
         await listening.bind(os.fspath(path))
         listening.listen(16)
         limiter = trio.CapacityLimiter(_CLIENTS_MAX)
+        newcomers = Newcomers()
         async with trio.open_nursery() as nursery:
             task_status.started()
             while True:
@@ -51,21 +53,25 @@ async def serve(
                     log.warning("control_accept_failed error=%s", error)
                     await trio.sleep(_ACCEPT_AGAIN_S)
                     continue
-                nursery.start_soon(_answer, trio.SocketStream(connection), handlers, limiter)
+                nursery.start_soon(_answer, trio.SocketStream(connection), handlers, limiter, newcomers)
 
 
-async def _answer(stream: trio.SocketStream, handlers: Mapping[str, Handler], limiter: trio.CapacityLimiter) -> None:
+async def _answer(
+    stream: trio.SocketStream, handlers: Mapping[str, Handler], limiter: trio.CapacityLimiter, newcomers: Newcomers
+) -> None:
     async def send(reply: Reply) -> None:
         with trio.fail_after(_IDLE_S):
             await stream.send_all(json.dumps(reply).encode() + b"\n")
 
     async with stream:
-        try:
-            limiter.acquire_on_behalf_of_nowait(stream)
-        except trio.WouldBlock:
+        if not limiter.available_tokens and not newcomers.push_out():
             return
+        await limiter.acquire_on_behalf_of(stream)
         try:
-            request = await _request(stream)
+            with newcomers.arrive() as newcomer:
+                request = await _request(stream)
+            if newcomer.scope.cancelled_caught:
+                return  # somebody else wanted the place
             handler = handlers.get(str(request.get("command")))
             if handler is None:
                 raise ControlError(f"unknown command {request.get('command')!r}: is the daemon an older tierfs?")

@@ -17,6 +17,7 @@ class ServerLimits:
     frame_s: float = 10.0  # from the first byte of a request to its last; requests are some ten bytes
     idle_s: float = 60.0  # without any frame; clients ping every 15 s
     send_progress_s: float = 30.0  # a peer that takes no byte for so long is cut off
+    newcomer_s: float = 0.5  # without a handshake; then who comes after it may have its place, if there is no other
     linger_s: float = 1.0  # for a refused peer to read why, before the connection is reset
     connections: int = 1024
     connections_per_address: int = 256  # a client has a handful; several daemons may share a node or a NAT
@@ -64,6 +65,7 @@ class ServerStatistics:
     pinned_limit_bytes: int = 0
     padded_blocks: int = 0  # a file shrank or could not be read while it was sent
     timed_out: int = 0
+    pushed_out: int = 0  # gave their places up before a handshake
     in_flight_bytes: int = 0
     in_flight_limit_bytes: int = 0
     most_in_flight_bytes: int = 0

@@ -24,6 +24,7 @@ from tierfs.server.limits import ServerLimits, ServerStatistics
 from tierfs.server.rdma import RdmaService
 from tierfs.server.session import Session
 from tierfs.transport import tcp
+from tierfs.transport.newcomers import Newcomers
 from tierfs.wire.handshake import ServerHandshake
 from tierfs.wire.messages import NONCE_BYTES, RDMA_FEATURE, Code, Welcome
 
@@ -67,6 +68,7 @@ class Server:
             exports={name: feed.statistics for name, feed in self._feeds.items()},
         )
         self._per_address: dict[str, int] = {}
+        self._newcomers = Newcomers(grace_s=self._limits.newcomer_s)
         self._refusing = 0
         self._complaints: OrderedDict[tuple[str, str], None] = OrderedDict()
 
@@ -80,6 +82,7 @@ class Server:
         statistics = self._statistics
         statistics.in_flight_bytes = self._budget.held_bytes
         statistics.most_in_flight_bytes = self._budget.most_held_bytes
+        statistics.pushed_out = self._newcomers.pushed_out
         statistics.cut_offs = self._budget.cut_offs + self._memory_budget.cut_offs
         statistics.pinned_bytes = 0 if self._rdma is None else self._rdma.lent_bytes
         return statistics
@@ -158,21 +161,25 @@ class Server:
                 sock.close()
 
     def _refusal(self, host: str) -> str | None:
-        if self._statistics.connections >= self._limits.connections:
-            return f"the server has its {self._limits.connections} connections already"
-        if self._per_address.get(host, 0) >= self._limits.connections_per_address:
+        """Why there is no place for another peer from there. One that has not shaken hands gives its own up."""
+        full = self._per_address.get(host, 0) >= self._limits.connections_per_address
+        if full and not self._newcomers.push_out(host):
             return f"{host} has its {self._limits.connections_per_address} connections already"
+        full = not full and self._statistics.connections >= self._limits.connections
+        if full and not self._newcomers.push_out():
+            return f"the server has its {self._limits.connections} connections already"
         return None
 
     async def _serve(self, sock: socket.socket, host: str) -> None:
         try:
-            connection = await self._start(sock, host, self._limits.handshake_s)
-            if connection is None:
-                return
-            try:
-                await self._session(connection).run(self._handshake())
-            finally:
-                connection.close()
+            with self._newcomers.arrive(host) as newcomer:
+                connection = await self._start(sock, host, self._limits.handshake_s)
+                if connection is None:
+                    return
+                try:
+                    await self._session(connection).run(self._handshake(), newcomer.settle)
+                finally:
+                    connection.close()
         except TierfsError as error:
             self._complain(host, error)
         except Exception:

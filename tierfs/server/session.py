@@ -9,7 +9,7 @@ check finds them).
 
 import logging
 import os
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -82,9 +82,13 @@ class Session:
         self._failure: TierfsError | None = None
         self._scope = trio.CancelScope()
 
-    async def run(self, handshake: ServerHandshake) -> None:
-        """Serve the peer until it leaves. The caller closes the connection, also after cancellation."""
+    async def run(self, handshake: ServerHandshake, on_welcome: Callable[[], None] = lambda: None) -> None:
+        """Serve the peer until it leaves. The caller closes the connection, also after cancellation.
+
+        ``on_welcome`` is called once it has proved that it may be here.
+        """
         feed = self._feeds[await self._shake_hands(handshake)]
+        on_welcome()
         try:
             with self._scope:
                 async with trio.open_nursery() as nursery:
