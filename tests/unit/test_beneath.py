@@ -1,7 +1,10 @@
 """Nothing outside the export is ever opened, with openat2 and without."""
 
+import ctypes
 import errno
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -108,3 +111,36 @@ def test_failures_leave_no_descriptor(root_fd: int, opener: Callable[[int, bytes
         with pytest.raises(OSError):
             opener(root_fd, path)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_name_that_is_swapped_for_a_link_again_and_again_never_leads_out(root_fd: int, tmp_path: Path) -> None:
+    """Neither the file itself nor a directory above it."""
+    export = tmp_path / "export"
+    (tmp_path / "outside/b").mkdir()
+    (tmp_path / "outside/b/file").write_bytes(b"secret")
+    os.symlink("../../../outside/secret", export / "a/b/other")
+    os.symlink("../outside", tmp_path / "other")
+    libc = ctypes.CDLL(None, use_errno=True)
+    over = threading.Event()
+
+    def swap() -> None:
+        pairs = [(export / "a/b/file", export / "a/b/other"), (export / "a", tmp_path / "other")]
+        while not over.is_set():
+            for pair in pairs:
+                libc.renameat2(-100, bytes(pair[0]), -100, bytes(pair[1]), 2)  # RENAME_EXCHANGE
+
+    thread = threading.Thread(target=swap)
+    thread.start()
+    found: list[bytes | int | None] = []
+    try:
+        deadline_s = time.monotonic() + 1
+        while time.monotonic() < deadline_s:
+            try:
+                found.append(_read(open_file_beneath(root_fd, b"a/b/file")))
+            except OSError as error:
+                found.append(error.errno)
+    finally:
+        over.set()
+        thread.join(10)
+    assert b"inside" in found and errno.ELOOP in found, "it was swapped meanwhile"
+    assert b"secret" not in found
