@@ -1,4 +1,5 @@
-# Sourced by quickstart.sh and tests/run.sh: undoing whatever a run started, even when it was interrupted half-way.
+# Sourced by quickstart.sh, tests/run.sh and tests/soak.sh: undoing whatever a run started, even when it was interrupted
+# half-way.
 # A run exports TIERFS_RUN=<its own word>; every process it starts, daemons included, carries that in its environment.
 
 # The pids of the processes that carry this word.
@@ -47,4 +48,24 @@ unmount_under() {
         fi
         timeout 10 fusermount3 -uz "$mountpoint" 2>/dev/null || timeout 10 umount -l "$mountpoint" 2>/dev/null || true
     done
+}
+
+# The end of a run: its mounts go, in the orderly way first with the command $3, and its processes, which carry the word
+# $2. False if a mount below its directory $1 (which may be empty: there is none yet) stays, so that it must be kept.
+# No second signal ends that.
+end_run() {
+    trap '' INT TERM HUP
+    [ -z "$1" ] || unmount_under "$1" "$3"
+    end_marked "$2" 10
+    [ -n "$1" ] || return 0
+    unmount_under "$1" # a daemon caught while it started may have mounted after the first look
+    [ -z "$(mounts_under "$1")" ]
+}
+
+# Call the function $1 when this shell ends, however it does.
+call_at_end() {
+    trap "$1" EXIT
+    trap 'exit 130' INT
+    trap 'exit 143' TERM
+    trap 'exit 129' HUP
 }

@@ -44,15 +44,7 @@ export TIERFS_RUN="quickstart-$$-$RANDOM$RANDOM"
 
 finish() {
     local status=$?
-    trap '' INT TERM HUP
-    if [ -n "$work" ]; then
-        unmount_under "$work" "$tierfs"
-    fi
-    end_marked "$TIERFS_RUN" 10
-    if [ -n "$work" ]; then
-        unmount_under "$work" # a daemon caught while it started may have mounted after the first look
-    fi
-    if [ -n "$work" ] && [ -n "$(mounts_under "$work")" ]; then
+    if ! end_run "$work" "$TIERFS_RUN" "$tierfs"; then
         echo "quickstart: could not unmount $(mounts_under "$work"); try: umount -l" >&2
     elif [ -n "$work" ] && [ -z "$keep" ]; then
         if [ "$status" -ne 0 ] && [ "$status" -lt 128 ]; then
@@ -63,10 +55,7 @@ finish() {
         echo "Kept: $work"
     fi
 }
-trap finish EXIT
-trap 'exit 130' INT
-trap 'exit 143' TERM
-trap 'exit 129' HUP
+call_at_end finish
 
 # In the background and waited for: a trap then runs at once, not when the command ends.
 run() {

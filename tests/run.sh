@@ -40,17 +40,10 @@ work=$(mktemp -d "/tmp/tierfs-tests.$$.XXXXXX")
 export TIERFS_RUN="tests-$$-${work##*.}"
 beside=
 finish() {
-    trap '' INT TERM HUP
     [ -z "$beside" ] || kill "$beside" 2>/dev/null || true # or it would begin its next part
-    unmount_under "$work" .venv/bin/tierfs
-    end_marked "$TIERFS_RUN" 10
-    unmount_under "$work" # a daemon caught while it started may have mounted after the first look
-    [ -n "$(mounts_under "$work")" ] || rm -rf --one-file-system "$work"
+    if end_run "$work" "$TIERFS_RUN" .venv/bin/tierfs; then rm -rf --one-file-system "$work"; fi
 }
-trap finish EXIT
-trap 'exit 130' INT
-trap 'exit 143' TERM
-trap 'exit 129' HUP
+call_at_end finish
 
 # In the background and waited for: a trap then runs at once, not when the command ends.
 run() {

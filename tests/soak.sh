@@ -12,21 +12,14 @@ cd "$root"
 work=$(mktemp -d "/tmp/tierfs-soak.$$.XXXXXX")
 export TIERFS_RUN="soak-$$-${work##*.}"
 finish() {
-    trap '' INT TERM HUP
-    unmount_under "$work" .venv/bin/tierfs
-    end_marked "$TIERFS_RUN" 10
-    unmount_under "$work"
-    if [ -n "${kept:-}" ]; then
+    if end_run "$work" "$TIERFS_RUN" .venv/bin/tierfs && [ -z "${kept:-}" ]; then
+        rm -rf --one-file-system "$work"
+    else
         echo "tests/soak.sh: logs are kept in $work" >&2
         rm -rf --one-file-system "$work"/truth "$work"/*/warm
-    else
-        [ -n "$(mounts_under "$work")" ] || rm -rf --one-file-system "$work"
     fi
 }
-trap finish EXIT
-trap 'exit 130' INT
-trap 'exit 143' TERM
-trap 'exit 129' HUP
+call_at_end finish
 
 bash examples/setup.sh test
 kept=yes

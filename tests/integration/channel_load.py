@@ -5,17 +5,19 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from tests.integration.processes import Mount, eventually
+from tests.integration.processes import Mount, eventually, family, waiting_requests, waits_of
 from tierfs.wire.channel import COUNTERS_BYTES, decode_counters
 
 BLOCK = 4 << 20
 MODELS = 8
 END_S = 120.0
+ROUND_S = 90.0  # more than any outage and any wait for a source; what takes longer hangs
 PROGRAM = Path(__file__).with_name("kill_load.py")
 
 
@@ -48,12 +50,19 @@ def counters(channel: int) -> dict[str, int]:
 
 @contextmanager
 def running(
-    commands: list[tuple[str, list[str]]], work: Path, stop: Path, end_s: float
+    commands: list[tuple[str, list[str]]],
+    work: Path,
+    stop: Path,
+    end_s: float,
+    *,
+    round_s: float = ROUND_S,
+    others: Callable[[], Iterable[int]] = tuple,
 ) -> Iterator[Callable[[], None]]:
-    """Readers, each a name and what Python is to run, with their logs in ``work``; yields a check that none has ended.
+    """Readers, each a name and what Python is to run, with their logs in ``work``; yields a check that all go on.
 
-    At the end they are told by the file ``stop``, and have to end well within ``end_s`` with a line of JSON that counts
-    their rounds.
+    A reader touches its output with each round; one that has not for ``round_s`` hangs. At the end they are told by the
+    file ``stop``, and have to end well within ``end_s`` with a line of JSON that counts their rounds. Whatever fails
+    prints what all processes here, and ``others``, wait for.
     """
     started: list[tuple[str, IO[bytes], subprocess.Popen[bytes]]] = []
     try:
@@ -65,16 +74,25 @@ def running(
             for name, log, reader in started:
                 if reader.poll() is not None:
                     raise AssertionError(f"the reader {name!r} ended: {Path(log.name).read_text()}")
+                silent_s = time.time() - os.stat(log.name).st_mtime
+                assert silent_s < round_s, f"the reader {name!r} (pid {reader.pid}) hangs for {silent_s:.0f} s"
 
         yield all_well
         all_well()
         stop.touch()
+        checked_bytes = 0
         for name, log, reader in started:
             status = reader.wait(end_s)
             text = Path(log.name).read_text()
             assert status == 0, f"the reader {name!r}: {text}"
             print(f"{name}: {text.strip()}")
-            assert json.loads(text)["rounds"] > 0
+            told = json.loads(text.splitlines()[-1])
+            assert told["rounds"] > 0
+            checked_bytes += told["checked_bytes"]
+        print(f"all readers: {checked_bytes / 2**30:.1f} GiB compared", flush=True)
+    except BaseException:
+        print(*(waits_of(pid) for pid in [*family(os.getpid()), *others()]), waiting_requests(), sep="\n", flush=True)
+        raise
     finally:
         for _, log, reader in started:
             if reader.poll() is None:

@@ -1,8 +1,9 @@
 """One reader of the kill tests, a process of its own: ``python kill_load.py ROLE MOUNT TRUTH STOP SEED MODEL...``.
 
 Everything it sees through MOUNT is compared with TRUTH, the exported directory itself. It goes on until the file STOP
-is there, and then prints a line of JSON: rounds, and the longest wait of one round. Whatever is wrong (another byte, an
-error, a name too many) ends it at once with a nonzero status and says what. Run by test_channel_kills.py and the soak.
+is there, and then prints a line of JSON: rounds, the longest wait of one round, bytes compared. Each round touches its
+output. Whatever is wrong (another byte, an error, a name too many) ends it at once with a nonzero status and says what.
+Run by test_channel_kills.py and the soak.
 """
 
 import hashlib
@@ -10,6 +11,7 @@ import json
 import mmap
 import os
 import random
+import signal
 import sys
 import threading
 import time
@@ -32,11 +34,17 @@ class Load:
         self.models = models
         self.rounds = 0
         self.longest_s = 0.0
+        self.checked_bytes = 0
+        self.interrupted = 0
+        self._begun: dict[int, float] = {}  # the round of each thread
 
     def repeat(self, round_: Callable[[], None]) -> None:
-        """Rounds until told to stop."""
-        while not self.stop.exists():
+        """Rounds until told to stop, at least one."""
+        while not self.rounds or not self.stop.exists():
             start = time.monotonic()
+            self._begun[threading.get_ident()] = time.time()
+            oldest = min(self._begun.values())
+            os.utime(sys.stdout.fileno(), (oldest, oldest))
             round_()
             self.longest_s = max(self.longest_s, time.monotonic() - start)
             self.rounds += 1
@@ -52,6 +60,7 @@ class Load:
             with (self.mount / model).open("rb", buffering=0) as file:
                 while piece := file.read(1 << 20):
                     found.update(piece)
+                    self.checked_bytes += len(piece)
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             assert found.hexdigest() == expected[model], f"wrong bytes in {model}"
 
@@ -78,6 +87,89 @@ class Load:
                 at = self.random.randrange(len(bytes_)) // PAGE_BYTES * PAGE_BYTES
                 length = self.random.choice((1, PAGE_BYTES, 64 * PAGE_BYTES))
                 assert view[at : at + length] == bytes_[at : at + length], f"wrong bytes in the map of {model} at {at}"
+                self.checked_bytes += length
+
+        self.repeat(one)
+
+    def pages(self) -> None:
+        """4 KiB here and there, through descriptors that stay open; half of the rounds from cold page caches."""
+        files = [
+            (model, os.open(self.mount / model, os.O_RDONLY), os.open(self.truth / model, os.O_RDONLY))
+            for model in self.models
+        ]
+
+        def one() -> None:
+            model, descriptor, true = self.random.choice(files)
+            pages = os.fstat(true).st_size // PAGE_BYTES + 1
+            if self.random.random() < 0.5:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            for _ in range(50):
+                at = self.random.randrange(pages) * PAGE_BYTES
+                found = os.pread(descriptor, PAGE_BYTES, at)
+                assert found == os.pread(true, PAGE_BYTES, at), f"wrong bytes in {model} at {at}"
+                self.checked_bytes += len(found)
+
+        self.repeat(one)
+
+    def tensors(self) -> None:
+        """All tensors, as safetensors loads them: it maps the file."""
+        from safetensors.numpy import load_file  # no other role waits for its import
+
+        def digests(root: Path, model: str) -> dict[str, bytes]:
+            loaded = load_file(root / model)
+            self.checked_bytes += sum(tensor.nbytes for tensor in loaded.values())
+            return {name: hashlib.sha256(tensor.tobytes()).digest() for name, tensor in loaded.items()}
+
+        expected = {model: digests(self.truth, model) for model in self.models}
+        self.checked_bytes = 0
+
+        def one() -> None:
+            model = self.models[self.rounds % len(self.models)]
+            assert digests(self.mount, model) == expected[model], f"other tensors in {model}"
+            with (self.mount / model).open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+        self.repeat(one)
+
+    def outlive(self) -> None:
+        """Whole models, read or mapped, while the mount dies and is mounted again.
+
+        The file ``deaths`` beside the mount counts: odd means dead. Errors, and SIGBUS, may come where it has changed.
+        """
+        deaths = self.mount.with_name("deaths")
+
+        def look(model: str, mapped: bool) -> bool:
+            with (self.mount / model).open("rb") as file:
+                true = (self.truth / model).read_bytes()
+                if mapped:
+                    with mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as view:
+                        return view[:] == true
+                return file.read() == true
+
+        def one() -> None:
+            before = int(deaths.read_text())
+            if before % 2:
+                return
+            model, mapped = self.random.choice(self.models), self.random.random() < 0.5
+            child = os.fork()  # SIGBUS is the end of a process
+            if child == 0:
+                status = 3
+                try:
+                    status = 0 if look(model, mapped) else 1
+                except OSError as error:
+                    status = 2
+                    if int(deaths.read_text()) == before:
+                        print(f"{model}: {error}", file=sys.stderr, flush=True)
+                finally:
+                    os._exit(status)
+            _, waited = os.waitpid(child, 0)
+            status = os.waitstatus_to_exitcode(waited)
+            if status == 0:
+                self.checked_bytes += (self.truth / model).stat().st_size
+                return
+            assert status in (2, -signal.SIGBUS), f"wrong bytes in {model}, or see above: {status}"
+            assert int(deaths.read_text()) != before, f"{model} failed with {status} in a living mount"
+            self.interrupted += 1
 
         self.repeat(one)
 
@@ -91,6 +183,7 @@ class Load:
                 path = self.mount / "tree" / name
                 if path.is_file():
                     assert path.read_bytes() == (self.truth / "tree" / name).read_bytes(), f"wrong bytes in {name}"
+                    self.checked_bytes += path.lstat().st_size
                     with path.open("rb") as file:
                         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -174,9 +267,11 @@ def main() -> None:
     load = Load(Path(mount), Path(truth), Path(stop), int(seed), models)
     roles: dict[str, Callable[[], None]] = {
         "read": load.read, "maps": load.maps, "find": load.find, "list": load.list, "churn": load.churn,
+        "pages": load.pages, "tensors": load.tensors, "outlive": load.outlive,
     }  # fmt: skip
     roles[role]()
-    print(json.dumps({"rounds": load.rounds, "longest_s": round(load.longest_s, 2)}))
+    told = {"rounds": load.rounds, "longest_s": round(load.longest_s, 2), "checked_bytes": load.checked_bytes}
+    print(json.dumps(told | ({"interrupted": load.interrupted} if load.interrupted else {})))
 
 
 if __name__ == "__main__":

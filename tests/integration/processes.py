@@ -55,14 +55,14 @@ class Serve:
         self.url = ""
         self.start()
 
-    def start(self) -> None:
+    def start(self, within_s: float = 20) -> None:
         """Start, again at the same address after a stop."""
         self._ready.unlink(missing_ok=True)
         if self.url:
             address = self.url.removeprefix("tierfs://").rstrip("/")
             self.command[self.command.index("--listen") + 1] = f"tcp://{address}"
         self.process = subprocess.Popen(self.command, stdout=self._log, stderr=self._log, env=ENVIRONMENT)
-        eventually(lambda: self._ready.exists() or self.process.poll() is not None, "the server is ready")
+        eventually(lambda: self._ready.exists() or self.process.poll() is not None, "the server is ready", within_s)
         assert self.process.poll() is None, self.log.read_text()
         self.url = self._ready.read_text().split()[0]
 
@@ -192,3 +192,35 @@ def descriptors(pid: int) -> list[str]:
         except FileNotFoundError:
             continue
     return found
+
+
+def family(pid: int) -> list[int]:
+    """A process and all below it."""
+    found = [pid]
+    for one in found:
+        for children in Path(f"/proc/{one}/task").glob("*/children"):
+            try:
+                found += map(int, children.read_text().split())
+            except OSError:
+                continue
+    return found
+
+
+def waits_of(pid: int) -> str:
+    """What every thread of a process does just now: its state, where in the kernel it waits, and (root) its stack."""
+    lines = [f"{pid}:"]
+    try:
+        lines[0] += " " + " ".join(Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0"))[:300]
+        for task in sorted(Path(f"/proc/{pid}/task").iterdir()):
+            name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
+            stack = " < ".join(line.split()[-1].partition("+")[0] for line in (task / "stack").read_text().splitlines())
+            lines.append(f"  {task.name} {name} {rest.split()[0]} {(task / 'wchan').read_text()}: {stack}")
+    except OSError as error:
+        lines.append(f"  {error}")
+    return "\n".join(lines)
+
+
+def waiting_requests() -> str:
+    """How many requests each FUSE connection of this machine has under way; see the kernel's fuse.rst."""
+    counts = sorted(Path("/sys/fs/fuse/connections").glob("*/waiting"))
+    return "requests under way: " + ", ".join(f"{path.parent.name}: {path.read_text().strip()}" for path in counts)
