@@ -118,9 +118,9 @@ class Mount:
         self.config.write_text(text + extra)
         self.channel_pid = 0
 
-    def mount(self) -> None:
+    def mount(self, within_s: float = 60) -> None:
         """Mount, as the command does."""
-        tierfs("mount", self.config, self.path, prefix=self._prefix)
+        tierfs("mount", self.config, self.path, prefix=self._prefix, timeout_s=within_s)
         status = self.status()
         self.pid = int(status["daemon"]["pid"])
         self.channel_pid = int(status["channel"]["pid"]) if status["mode"] == "channel" else 0

@@ -170,7 +170,7 @@ class World:
         self._tell_deaths(self.deaths + 1)
         self.mortal.kill()
         time.sleep(self.random.uniform(0, 2))
-        self.mortal.mount()
+        self.mortal.mount(HANG_S)
         self._tell_deaths(self.deaths + 1)
 
     def stop_daemon(self) -> None:
