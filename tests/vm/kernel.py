@@ -30,7 +30,7 @@ DEBIAN_SUITES = ("trixie", "{codename}-backports")
 MODULES = (
     *("virtio_pci", "virtio_net", "9pnet_virtio", "9p", "overlay"),
     *("crc32c_generic", "crc32c_intel", "crc32_generic", "crc32_pclmul", "libcrc32c", "ext4", "fuse", "loop"),
-    *("nfit", "nd_pmem", "device_dax", "dax_pmem", "nvme", "dummy", "ib_uverbs", "rdma_ucm", "rdma_rxe"),
+    *("nfit", "nd_pmem", "device_dax", "dax_pmem", "nvme", "dummy", "ib_uverbs", "rdma_ucm", "rdma_rxe", "sch_tbf"),
 )
 
 # Never in such a VM, and most of the package.

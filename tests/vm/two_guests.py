@@ -3,13 +3,13 @@
     guest 2: python -m tests.vm.two_guests serve                 until it is killed
     guest 1: python -m tests.vm.two_guests load FILE...          one after the other; /share/report.json at the end
 
-The loading guest says by files in its share how far it is: ``mounted``, then ``FILE.begun`` after its first blocks. It
-reads as fast as it can, so that READs are under way when the other one is killed; what is left then takes some seconds.
-It is the one that listens on the wire, as QEMU's listening end takes a new guest on the other end.
+The loading guest says by files in its share how far it is: ``mounted``, then ``FILE.begun`` after its first blocks. The
+serving one sends slowly, so that READs are under way nearly all the time, and so when it is killed. The loading guest is the one that listens on the wire, as QEMU's listening end takes a new guest on the other end.
 """
 
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -21,10 +21,11 @@ import xxhash
 from tests.vm.guest import BLOCK_BYTES, NVME, SHARE, Mounted, Server, eventually, write_model, write_token
 
 LOADING, SERVING = "10.78.0.1", "10.78.0.2"
-BLOCKS = 48
+BLOCKS = 16
 FILES = ("first", "second")
 TIMEOUT_S = 150
 BEGUN_BLOCKS = 3
+RATE = "50mbit"
 
 
 def serve() -> None:
@@ -35,6 +36,9 @@ def serve() -> None:
         for seed, name in enumerate(FILES):
             write_model(exported / f"{name}.bin", BLOCKS * BLOCK_BYTES, seed=seed)
         os.sync()
+    device = subprocess.check_output(["ip", "-br", "address", "show", "to", SERVING], text=True).split()[0]
+    slow = ["tbf", "rate", RATE, "burst", "64kb", "latency", "2s"]
+    subprocess.run(["tc", "qdisc", "add", "dev", device, "root", *slow], check=True)
     with Server(exported, directory / "state", SERVING):
         time.sleep(3600)
 

@@ -382,14 +382,14 @@ class Device:
         ``short_bytes`` is what a write had no room for.
         """
         self._short_bytes = max(self._short_bytes, short_bytes)
-        self.full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+        self.full = is_full(error)
         if isinstance(error, OSError) and error.errno in GONE:
             self.attention.set()
         state = "lost" if lost else "degraded"
         if self.state == "ok" or (self.state in ("degraded", "stalled") and lost):
             self._out(state, describe(error))
-        elif self.state == state == "degraded":
-            self.reason = describe(error)  # a probe often knows more than what failed first
+        elif self.state == state == "degraded" and not isinstance(error, sqlite3.Error):
+            self.reason = describe(error)  # a probe often knows more than what failed first; a database never does
 
     def answers(self, error: Exception) -> None:
         """A stalled device answers a probe again, with an error: its objects may be read."""
@@ -440,9 +440,16 @@ def choose(devices: Sequence[Device], needed_bytes: int) -> Device | None:
     return chosen
 
 
+def is_full(error: Exception) -> bool:
+    """Whether there was no space left, be it for a block or for the database."""
+    if isinstance(error, sqlite3.Error):
+        return result_code(error) == sqlite3.SQLITE_FULL
+    return isinstance(error, OSError) and error.errno == errno.ENOSPC
+
+
 def describe(error: Exception) -> str:
     """The reason for a person."""
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+    if is_full(error):
         return "no space left on the device"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
