@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.integration.processes import Mount, Serve, eventually, tierfs
+from tests.media import Disk, can_break
 
 pytestmark = pytest.mark.usefixtures("own_runtime_dir")
 
@@ -72,7 +73,7 @@ def test_a_configuration_that_is_right_gets_a_look_at_all_it_names(
     config = write_config(tmp_path, serve(models).url)
 
     def files() -> list[Path]:
-        return sorted(path for path in tmp_path.rglob("*") if path.name != "serve.log")
+        return sorted(path for path in tmp_path.rglob("*") if "serve0" not in path.parts)  # the server goes on
 
     before = files()
     found = examined(config, "--measure")
@@ -81,6 +82,29 @@ def test_a_configuration_that_is_right_gets_a_look_at_all_it_names(
     assert level(found, "tier.directory") == "ok"
     assert found["speed.warm"] and found["tier.file_system"]
     assert "doctor.no_answer" not in found
+
+
+@pytest.mark.skipif(not can_break(), reason="needs root, losetup and mkfs.ext4")
+def test_a_warm_tier_on_a_loop_device_is_told_with_what_lies_below_it(tmp_path: Path, models: Path) -> None:
+    disk = Disk(tmp_path / "loop")
+    try:
+        config = write_config(tmp_path, f"dir:{models}")
+        config.write_text(config.read_text().replace(f"{tmp_path}/warm", f"{disk.path}/warm"))
+        found = examined(config)
+        table = Path("/proc/self/mountinfo").read_text().splitlines()
+        (name,) = [line.split(" /dev/")[1].split()[0] for line in table if f" {disk.path} " in line]
+        read_ahead = int(Path(f"/sys/block/{name}/queue/read_ahead_kb").read_text())
+    finally:
+        disk.close()
+    told = [finding for names in ("storage.layers", "storage.disk") for finding in found.get(names, [])]
+    assert [finding for finding in told if name in finding["what"] and finding["level"] == "warning"], told
+    (ahead,) = [finding for finding in found["storage.read_ahead"] if name in finding["what"]]
+    assert (ahead["level"] == "ok") == (read_ahead >= 1024)
+    assert ahead["level"] == "ok" or f"/sys/block/{name}/queue/read_ahead_kb" in ahead["mend"]
+    if "storage.layers" in found:  # the image lies on a disk that can be told
+        (layers,) = found["storage.layers"]
+        assert str(disk.image) in layers["what"] and f"losetup --direct-io=on /dev/{name}" in layers["mend"]
+    assert "storage.queue" in found
 
 
 def test_the_text_has_a_line_for_what_why_and_mend(tmp_path: Path) -> None:

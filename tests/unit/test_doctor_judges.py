@@ -23,6 +23,7 @@ from tierfs.app.doctor import (
     storage,
     transport,
 )  # fmt: skip
+from tierfs.app.doctor.disks import Disk, Layer, Link
 from tierfs.app.doctor.finding import Finding, Level
 from tierfs.config.memory import MemoryRoom
 
@@ -55,10 +56,10 @@ WARM = places.Directory(
     free_bytes=900 * GIB,
 )  # fmt: skip
 PLACES = places.PlaceFacts(directories=(WARM,), warm_capacity_bytes=900 * GIB)
-LINK = storage.Link(speed=16.0, width=4, speed_max=16.0, width_max=4)
-NVME = storage.Disk(
+LINK = Link(speed=16.0, width=4, speed_max=16.0, width_max=4)
+NVME = Disk(
     name="nvme0n1", kind="nvme", model="SAMSUNG MZQL2", scheduler="none", requests=1023, queues=64,
-    read_ahead_kb=4096, link=LINK, numa_node=0,
+    read_ahead_of="nvme0n1", read_ahead_kb=4096, link=LINK, numa_node=0,
 )  # fmt: skip
 DISKS = storage.StorageFacts(disks=(NVME,), networks=(("eth0", 0),), distances=((10, 21), (21, 10)))
 FAST = speed.SpeedFacts(speeds=(speed.Speed(path="/w", bytes_per_s=5e9),))
@@ -104,6 +105,11 @@ HEALTHY: list[tuple[Callable[[Any], list[Finding]], Any]] = [
     (places.judge, PLACES),
     (storage.judge, DISKS),
     (storage.judge, storage.StorageFacts()),
+    (storage.judge, replace(DISKS, virtual_machine=True, route="eth0")),
+    (
+        storage.judge,
+        disks(layers=(Layer(name="dm-0", kind="LVM", detail="vg-models"), Layer(name="md0", kind="raid0"))),
+    ),
     (speed.judge, FAST),
     (source.judge, SOURCE),
     (source.judge, None),
@@ -227,6 +233,16 @@ SICK: list[tuple[Callable[[Any], list[Finding]], Any, str, Level, str]] = [
     (storage.judge, disks(kind="virtio"), "storage.disk", Level.NOTE, "VFIO"),
     (storage.judge, disks(model="Amazon Elastic Block Store"), "storage.disk", Level.WARNING, "instance store"),
     (storage.judge, disks(kind="loop"), "storage.disk", Level.WARNING, "NVMe"),
+    (storage.judge, disks(model="QEMU NVMe Ctrl"), "storage.disk", Level.NOTE, "vfio-pci"),
+    (storage.judge, disks(kind="scsi", model="QEMU HARDDISK", rotating=True), "storage.disk", Level.NOTE, "vfio-pci"),
+    (
+        storage.judge, disks(layers=(Layer(name="loop3", kind="loop", detail="/srv/image"),)),
+        "storage.layers", Level.WARNING, "losetup --direct-io=on /dev/loop3",
+    ),
+    (
+        storage.judge, disks(layers=(Layer(name="dm-4", kind="dm-crypt", detail="luks-a"),)),
+        "storage.layers", Level.NOTE, "cryptsetup refresh --perf-no_read_workqueue --perf-no_write_workqueue luks-a",
+    ),
     (storage.judge, disks(scheduler="mq-deadline"), "storage.scheduler", Level.NOTE, "echo none > /sys/block/nvme0n1"),
     (storage.judge, disks(requests=8), "storage.queue", Level.NOTE, "nr_requests"),
     (storage.judge, disks(read_ahead_kb=128), "storage.read_ahead", Level.WARNING, "read_ahead_kb"),
@@ -320,6 +336,37 @@ def test_passthrough_is_possible_only_where_nothing_is_missing(changes: dict[str
 )
 def test_versions_are_compared_as_numbers(release: str, version: tuple[int, int]) -> None:
     assert passthrough.version_of(release) == version
+
+
+def test_a_disk_that_is_well_has_a_finding_for_each_thing_that_was_looked_at() -> None:
+    found = {finding.name: finding for finding in storage.judge(replace(DISKS, virtual_machine=True, route="eth0"))}
+    assert set(found) == {f"storage.{name}" for name in ("disk", "scheduler", "queue", "read_ahead", "link", "numa")}
+    assert {finding.level for finding in found.values()} == {Level.OK}
+    assert "passed through" in found["storage.disk"].what
+    assert "eth0, by which the source is reached" in found["storage.numa"].what
+
+
+def test_only_the_network_on_the_way_to_the_source_counts_as_far() -> None:
+    two = replace(DISKS, networks=(("eth0", 0), ("ib0", 1)))
+    (either,) = [finding for finding in storage.judge(two) if finding.name == "storage.numa"]
+    (near,) = [finding for finding in storage.judge(replace(two, route="eth0")) if finding.name == "storage.numa"]
+    (far,) = [finding for finding in storage.judge(replace(two, route="ib0")) if finding.name == "storage.numa"]
+    assert (either.level, near.level, far.level) == (Level.NOTE, Level.OK, Level.NOTE)
+    assert "ib0 (node 1, distance 21)" in far.what and "eth0" not in far.what
+    assert not [one for one in storage.judge(replace(two, route="lo")) if one.name == "storage.numa"]
+
+
+def test_what_the_disks_of_an_array_share_is_told_once_and_of_the_uppermost_device() -> None:
+    array = (Layer(name="md0", kind="raid0"),)
+    both = tuple(
+        replace(NVME, name=name, read_ahead_of="md0", read_ahead_kb=128, layers=array)
+        for name in ("nvme0n1", "nvme1n1")
+    )
+    found = storage.judge(replace(DISKS, disks=both))
+    (read_ahead,) = [finding for finding in found if finding.name == "storage.read_ahead"]
+    assert "/sys/block/md0/queue/read_ahead_kb" in read_ahead.mend
+    layers = [finding.what for finding in found if finding.name == "storage.layers"]
+    assert [what.partition(" lies")[0] for what in layers] == ["md0 (raid0) upon nvme0n1", "md0 (raid0) upon nvme1n1"]
 
 
 def test_the_load_of_the_largest_model_is_told_with_the_speed() -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tierfs.app.doctor import mounted, pmem, rdma, speed, storage
+from tierfs.app.doctor import mounted, pmem, rdma, speed
+from tierfs.app.doctor.disks import Disk, Layer, disks_below, numa_node_of
 from tierfs.app.doctor.looking import Failure, Look, look_all
 
 
@@ -65,11 +66,28 @@ def nvme(root: Path) -> None:
             f"{disk}/queue/scheduler": "[none] mq-deadline kyber",
             f"{disk}/queue/nr_requests": "1023",
             f"{disk}/queue/read_ahead_kb": "128",
+            "sys/devices/virtual/block/dm-1/queue/read_ahead_kb": "4096",
             f"{disk}/queue/rotational": "0",
             f"{disk}/mq/0/x": "", f"{disk}/mq/1/x": "",
             f"{disk}/nvme0n1p2/partition": "2",
             "sys/devices/virtual/block/dm-1/queue/rotational": "0",
             "sys/devices/virtual/block/dm-0/queue/rotational": "0",
+            "sys/devices/virtual/block/dm-0/dm/name": "luks-models",
+            "sys/devices/virtual/block/dm-0/dm/uuid": "CRYPT-LUKS2-7d-luks-models",
+            "sys/devices/virtual/block/dm-1/dm/name": "vg-models",
+            "sys/devices/virtual/block/dm-1/dm/uuid": "LVM-x1",
+            "sys/devices/virtual/block/loop3/loop/backing_file": "/srv/images/warm (deleted)",
+            "sys/devices/virtual/block/loop3/loop/dio": "0",
+            "sys/devices/virtual/block/loop3/queue/read_ahead_kb": "256",
+            "proc/self/mountinfo": "\n".join(
+                f"{number} 1 {device} / {place} rw - ext4 /dev/x rw"
+                for number, device, place in (
+                    (30, "259:2", "/plain"), (31, "253:1", "/volume"), (32, "7:3", "/loop"), (33, "253:1", "/srv"),
+                    (34, "0:77", "/dev/shm"), (35, "9:0", "/array"), (36, "7:4", "/around"),
+                )
+            ),
+            "sys/devices/virtual/block/md0/md/level": "raid0",
+            "sys/devices/virtual/block/loop4/loop/backing_file": "/around/itself",
             "sys/dev/block/x": "",
         },
     )  # fmt: skip
@@ -77,18 +95,69 @@ def nvme(root: Path) -> None:
     for upper, lower in (("dm-1", "sys/devices/virtual/block/dm-0"), ("dm-0", f"{disk}/nvme0n1p2")):
         (root / f"sys/devices/virtual/block/{upper}/slaves").mkdir()
         (root / f"sys/devices/virtual/block/{upper}/slaves/lower").symlink_to(root / lower)
+    (root / "sys/devices/virtual/block/md0/slaves").mkdir()
+    for number in "01":
+        (root / f"sys/devices/pci1/nvme/nvme{number}n9").mkdir(parents=True)
+        (root / f"sys/devices/virtual/block/md0/slaves/nvme{number}n9").symlink_to(
+            root / f"sys/devices/pci1/nvme/nvme{number}n9"
+        )
+    for device, number in (("loop3", "7:3"), ("loop4", "7:4"), ("md0", "9:0")):
+        (root / "sys/dev/block" / number).symlink_to(root / "sys/devices/virtual/block" / device)
     (root / "sys/dev/block/253:1").symlink_to(root / "sys/devices/virtual/block/dm-1")
     (root / "sys/dev/block/259:2").symlink_to(root / f"{disk}/nvme0n1p2")
 
 
-@pytest.mark.parametrize("number", ["259:2", "253:1"])
-def test_the_disk_below_a_partition_or_a_volume_is_found(tmp_path: Path, number: str) -> None:
+VOLUME = (Layer(name="dm-1", kind="LVM", detail="vg-models"), Layer(name="dm-0", kind="dm-crypt", detail="luks-models"))
+LOOP = Layer(name="loop3", kind="loop", detail="/srv/images/warm (deleted)")
+
+
+def below(root: Path, directory: str) -> list[Disk]:
+    return list(disks_below(Path(directory), root))
+
+
+@pytest.mark.parametrize(
+    ("directory", "layers", "read_ahead"),
+    [
+        ("/plain/warm", (), ("nvme0n1", 128)),
+        ("/volume/warm", VOLUME, ("dm-1", 4096)),
+        ("/loop/warm", (LOOP, *VOLUME), ("loop3", 256)),
+    ],
+    ids=["partition", "volume", "loop"],
+)
+def test_the_disk_at_the_bottom_is_found_and_what_lies_upon_it(
+    tmp_path: Path, directory: str, layers: tuple[Layer, ...], read_ahead: tuple[str, int]
+) -> None:
     nvme(tmp_path)
-    (disk,) = storage.disks_of(number, tmp_path)
+    (disk,) = below(tmp_path, directory)
+    assert disk.layers == layers
+    assert (disk.read_ahead_of, disk.read_ahead_kb) == read_ahead
     assert (disk.name, disk.kind, disk.model, disk.scheduler) == ("nvme0n1", "nvme", "SAMSUNG MZQL2", "none")
-    assert (disk.requests, disk.queues, disk.read_ahead_kb, disk.rotating) == (1023, 2, 128, False)
+    assert (disk.requests, disk.queues, disk.rotating) == (1023, 2, False)
     assert disk.numa_node == 1
     assert disk.link is not None and disk.link.degraded and str(disk.link) == "8 GT/s x4"
+
+
+def test_each_disk_of_an_array_is_found(tmp_path: Path) -> None:
+    nvme(tmp_path)
+    found = below(tmp_path, "/array/warm")
+    assert [disk.name for disk in found] == ["nvme0n9", "nvme1n9"]
+    assert {disk.layers for disk in found} == {(Layer(name="md0", kind="raid0"),)}
+
+
+def test_a_loop_device_upon_itself_and_what_is_no_disk_end(tmp_path: Path) -> None:
+    nvme(tmp_path)
+    (disk,) = below(tmp_path, "/around/warm")
+    assert disk.kind == "loop" and len(disk.layers) < 20
+    assert below(tmp_path, "/dev/shm/hot") == [], "a tmpfs"
+    assert below(tmp_path, "/nowhere") == []
+
+
+def test_the_numa_node_of_a_network_device_is_that_of_the_card_below_it(tmp_path: Path) -> None:
+    net = tmp_path / "sys/class/net"
+    write(net, {"eth5/device/numa_node": "1", "vlan7/x": "", "bond0/x": "", "lo/x": "", "old/device/numa_node": "-1"})
+    (net / "bond0/lower_eth5").symlink_to(net / "eth5")
+    (net / "vlan7/lower_bond0").symlink_to(net / "bond0")
+    assert [numa_node_of(name, tmp_path) for name in ("eth5", "bond0", "vlan7", "lo", "old")] == [1, 1, 1, None, None]
 
 
 def test_a_virtual_disk_is_not_believed_to_rotate(tmp_path: Path) -> None:
@@ -97,9 +166,9 @@ def test_a_virtual_disk_is_not_believed_to_rotate(tmp_path: Path) -> None:
     (tmp_path / disk / "device").symlink_to(tmp_path / "sys/devices/pci0000:00/0000:00:02.0/virtio1")
     (tmp_path / "sys/dev/block").mkdir(parents=True)
     (tmp_path / "sys/dev/block/254:0").symlink_to(tmp_path / disk)
-    (found,) = storage.disks_of("254:0", tmp_path)
+    write(tmp_path, {"proc/self/mountinfo": "30 1 254:0 / / rw - ext4 /dev/vda rw"})
+    (found,) = below(tmp_path, "/warm")
     assert (found.kind, found.rotating, found.link) == ("virtio", False, None)
-    assert list(storage.disks_of("0:77", tmp_path)) == [], "no block device, such as a tmpfs"
 
 
 def test_namespaces_regions_and_dax_mounts_are_found(tmp_path: Path) -> None:

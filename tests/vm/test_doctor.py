@@ -1,11 +1,12 @@
 """In the VM: the doctor finds persistent memory, an RDMA device and an NVMe disk that are really there."""
 
-import os
+from pathlib import Path
 
 import pytest
 
 from tests.vm.guest import NVME, PMEM
 from tierfs.app.doctor import clock, fuse, limits, memory, pmem, rdma, storage
+from tierfs.app.doctor.disks import disks_below
 from tierfs.app.doctor.finding import Level
 
 pytestmark = pytest.mark.vm
@@ -27,10 +28,11 @@ def test_the_rdma_device_is_found_with_its_link_and_addresses() -> None:
 
 
 def test_the_disk_below_the_warm_tier_is_an_nvme_disk_with_its_queues() -> None:
-    number = os.stat(NVME).st_dev
-    (disk,) = storage.disks_of(f"{os.major(number)}:{os.minor(number)}")
+    (disk,) = disks_below(Path(NVME).resolve())
     assert disk.kind == "nvme" and disk.model.startswith("QEMU") and not disk.rotating
     assert disk.read_ahead_kb is not None and disk.requests is not None
+    kind = storage.judge(storage.StorageFacts(disks=(disk,), virtual_machine=True))[0]
+    assert "not passed through" in kind.what
 
 
 def test_this_kernel_answers_every_other_question_too() -> None:

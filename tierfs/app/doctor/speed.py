@@ -55,7 +55,8 @@ def judge(facts: SpeedFacts, *, largest_model_bytes: int = 0) -> list[Finding]:
     findings = []
     for speed in facts.speeds:
         if not speed.bytes_per_s:
-            findings.append(note("speed.warm", f"{speed.path} was not measured: {speed.reason}"))
+            what, mend = f"{speed.path} was not measured: {speed.reason}", "tierfs doctor CONFIG --measure"
+            findings.append(note("speed.warm", what, "a model that is warm loads no faster than its disk reads", mend))
             continue
         what = f"{speed.path} reads {format_bytes(int(speed.bytes_per_s))}/s in sequence"
         load_s = largest_model_bytes / speed.bytes_per_s
@@ -75,7 +76,7 @@ def _measure(directory: Path, temporary: bool) -> Speed:
         descriptor = _object(directory)
         if descriptor is None:
             if not temporary:
-                return Speed(path=str(directory), reason="no large object is there yet: --measure writes a file")
+                return Speed(path=str(directory), reason="no large object is there yet")
             descriptor = _temporary(nearest_existing(directory))
         try:
             return Speed(path=str(directory), bytes_per_s=read_speed(descriptor))
