@@ -169,7 +169,7 @@ class FakeLender:
         assert trio.lowlevel.current_task() is not None
         os.close(self.files.pop(lent.slot))
 
-    async def offer(self, inode: int, lent: LentFile) -> None:
+    async def offer(self, inode: int, lent: LentFile) -> bool:
         raise AssertionError("tiers offer nothing")
 
     def read(self, part: Part) -> bytes:

@@ -199,7 +199,7 @@ void suspect_removed(struct channel *c, const struct request *r);
 bool suspect_known(struct channel *c, const struct request *r);
 
 /* inodes.c: all with the lock held */
-void inode_offer(struct channel *c, uint64_t number, uint32_t slot, uint32_t generation);
+bool inode_offer(struct channel *c, uint64_t number, uint32_t slot, uint32_t generation);
 bool inode_opened(struct channel *c, struct request *r, struct fuse_open_out *reply);
 void inode_not_opened(struct channel *c, uint64_t number);
 void inode_released(struct channel *c, uint64_t number);

@@ -239,8 +239,8 @@ void control_receive(struct channel *c, struct epoch *e) {
             case CONTROL_FILE_DROP: file_drop(c, e, head.serial, body); break;
             case CONTROL_LIST_HANDLES: list_handles(c, e, head.serial); break;
             case CONTROL_OFFER:
-                inode_offer(c, number64(body), number32(body + 8), number32(body + 12));
-                acknowledge(e, head.serial, 0, "");
+                acknowledge(e, head.serial,
+                            inode_offer(c, number64(body), number32(body + 8), number32(body + 12)) ? 0 : EBUSY, "");
                 break;
             case CONTROL_STOPPING:
                 if (number32(body) == 1)

@@ -48,13 +48,15 @@ static void drop_if_idle(struct channel *c, uint64_t number) {
     }
 }
 
-void inode_offer(struct channel *c, uint64_t number, uint32_t slot, uint32_t generation) {
+/* Whether the OPEN that follows is to be passthrough, as far as can be told before the kernel is asked. */
+bool inode_offer(struct channel *c, uint64_t number, uint32_t slot, uint32_t generation) {
     struct inode *inode = find_or_add(c, number);
-    if (inode) {
-        inode->offered = true;
-        inode->offer_slot = slot;
-        inode->offer_generation = generation;
-    }
+    if (!inode)
+        return false;
+    inode->offered = true;
+    inode->offer_slot = slot;
+    inode->offer_generation = generation;
+    return c->passthrough && (inode->opens == 0 || inode->passthrough);
 }
 
 /* The daemon allowed an OPEN of a reader that was killed meanwhile: what it offered for it is for nobody. */

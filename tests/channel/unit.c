@@ -407,12 +407,14 @@ static void one_backing_id_until_the_last_release(void) {
     opened_backings = closed_backings = 0;
     e.files[3] = (struct tier_file){.fd = 0, .generation = 1};
     struct fuse_open_out reply = {9, OPEN_KEEP_CACHE, 0};
-    inode_offer(&c, 9, 3, 1);
+    CHECK(inode_offer(&c, 9, 3, 1));
     CHECK(inode_opened(&c, an_open(&c, 2, 9), &reply));
     CHECK(reply.open_flags == (OPEN_PASSTHROUGH | OPEN_NOFLUSH) && reply.backing_id == 7);
     reply = (struct fuse_open_out){9, OPEN_KEEP_CACHE, 0};
     CHECK(inode_opened(&c, an_open(&c, 4, 9), &reply)); /* not offered again: still no mixing */
     CHECK((reply.open_flags & OPEN_PASSTHROUGH) && reply.backing_id == 7 && opened_backings == 1);
+    CHECK(inode_offer(&c, 9, 3, 1) && inode_opened(&c, an_open(&c, 6, 9), &reply));
+    inode_released(&c, 9);
     inode_released(&c, 9);
     CHECK(closed_backings == 0);
     inode_released(&c, 9);
@@ -429,7 +431,7 @@ static void a_cached_handle_keeps_passthrough_out(void) {
     struct fuse_open_out reply = {9, OPEN_KEEP_CACHE, 0};
     CHECK(inode_opened(&c, an_open(&c, 2, 9), &reply) && !(reply.open_flags & OPEN_PASSTHROUGH));
     CHECK(reply.open_flags == (OPEN_KEEP_CACHE | OPEN_NOFLUSH));
-    inode_offer(&c, 9, 3, 1);
+    CHECK(!inode_offer(&c, 9, 3, 1));
     CHECK(inode_opened(&c, an_open(&c, 4, 9), &reply) && !(reply.open_flags & OPEN_PASSTHROUGH));
     CHECK(counters[COUNT_HELD_BACK_OPENS] == 1);
     inode_released(&c, 9);

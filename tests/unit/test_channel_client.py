@@ -179,8 +179,10 @@ def test_a_file_is_lent_offered_and_its_slot_used_again_only_after_the_drop(tmp_
             lent = await channel.lend(file.fileno(), 7)
             assert lent is not None
             assert os.pread(peer.descriptors[-1], 7, 0) == b"weights"
-            await channel.offer(77, lent)
+            assert await channel.offer(77, lent)
             assert peer.got[-1] == wire.Offer(77, lent.slot, lent.generation)
+            peer.answers[wire.Offer] = wire.Ack(errno.EBUSY, "")
+            assert not await channel.offer(77, lent), "it is open through the daemon"
             peer.silent = {wire.FileDrop}
             channel.take_back(lent)
             await until(lambda: "FileDrop" in peer.kinds())

@@ -94,7 +94,7 @@ class Lender:
         assert is_open(lent.opened)
         self.back.append(lent)
 
-    async def offer(self, inode: int, lent: object) -> None:
+    async def offer(self, inode: int, lent: object) -> bool:
         raise AssertionError
 
 

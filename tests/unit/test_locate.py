@@ -54,7 +54,7 @@ class Lender:
     def take_back(self, lent: LentFile) -> None:
         os.close(self.files[lent.slot])
 
-    async def offer(self, inode: int, lent: LentFile) -> None:
+    async def offer(self, inode: int, lent: LentFile) -> bool:
         raise AssertionError("nobody offers here")
 
 

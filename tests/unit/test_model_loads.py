@@ -69,6 +69,24 @@ def test_bytes_read_twice_are_not_progress() -> None:
     assert (load.record.read_bytes, load.record.covered_bytes, load.complete) == (256 * KIB, 64 * KIB, False)
 
 
+def test_opens_in_passthrough_belong_to_the_load_they_come_shortly_before_or_in(tmp_path: Path) -> None:
+    loads = ModelLoads(LoadStore(tmp_path / "loads"))
+    loads.handed_out(file("old"), 50)
+    for at_s in (91, 95):
+        loads.handed_out(file("a"), at_s)
+    loads.handed_out(file("c", model="other"), 95)
+    read(loads, file("b"), 0, 64 * KIB, at_s=100)
+    loads.handed_out(file("a"), 101)
+    assert [record.passthrough_opens for record in records(loads)] == [3]
+    loads.tick(200)
+    loads.handed_out(file("a"), 200)
+    read(loads, file("b"), 0, 64 * KIB, at_s=211)
+    assert [record.passthrough_opens for record in records(loads)] == [3, 0]
+    for number in range(1000):
+        loads.handed_out(file("a", model=str(number)), 300)
+    assert len(loads._handed_out) <= 32
+
+
 def test_what_is_brought_without_a_reader_is_followed_and_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -168,6 +168,7 @@ class ModelLoads:
         self._loads: OrderedDict[bytes, ModelLoad] = OrderedDict()
         self._number = 0
         self._unwritten: OrderedDict[int, bytes] = OrderedDict()
+        self._handed_out: OrderedDict[bytes, tuple[int, float]] = OrderedDict()  # before a load: how often, the last
 
     async def run(self, *, task_status: "trio.TaskStatus[None]" = trio.TASK_STATUS_IGNORED) -> None:
         """Until cancelled. Then what is under way is kept, if the disk takes it within a second."""
@@ -194,6 +195,8 @@ class ModelLoads:
         if load is None or not load.reading:  # what was brought before belongs to no reader
             load = self._begin(file, now_s)
             load.reading = True
+            count, last_s = self._handed_out.pop(file.model, (0, now_s))
+            load.record.passthrough_opens = count if now_s - last_s < _QUIET_S else 0
         load.running += 1
         return load
 
@@ -221,11 +224,19 @@ class ModelLoads:
             load = self._begin(file, now_s)
         load.brought(place, length_bytes, now_s)
 
-    def handed_out(self, file: FileFacts) -> None:
-        """A file was opened that the kernel reads by itself: its bytes are seen nowhere here."""
+    def handed_out(self, file: FileFacts, now_s: float) -> None:
+        """A file was opened that the kernel reads by itself: its bytes are seen nowhere here.
+
+        It belongs to the load that goes on, or to one that begins soon: many open all files before they read one.
+        """
         load = self._loads.get(file.model)
-        if load is not None:
+        if load is not None and load.reading:
             load.record.passthrough_opens += 1
+            return
+        count, last_s = self._handed_out.pop(file.model, (0, now_s))
+        self._handed_out[file.model] = (1 + (count if now_s - last_s < _QUIET_S else 0), now_s)
+        if len(self._handed_out) > _LOADS_MAX:
+            self._handed_out.popitem(last=False)
 
     def under_way(self) -> Iterator[ModelLoad]:
         """Those that go on, the oldest first."""

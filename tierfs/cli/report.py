@@ -132,7 +132,10 @@ def _page(loads: list[dict[str, Any]]) -> str:
     for load in loads:
         image = base64.b64encode(picture.png([load])).decode()
         parts.append(f'<h2>Load {load["number"]}</h2><img alt="bytes over time" src="data:image/png;base64,{image}">')
-        parts.append(f"<p>Reads: {html.escape(_sizes(load))}. Stalls of more than 0.1 s:<ul>")
+        parts.append(
+            f"<p>Reads: {html.escape(_sizes(load))}; {load['failed_reads']} failed;"
+            f" {load['passthrough_opens']} opens in passthrough. Stalls of more than 0.1 s:<ul>"
+        )
         for stall in load["stalls"]:
             where = html.escape(f"{printable(stall['path'])} offset {stall['offset_bytes']}, {stall['place']}")
             parts.append(f"<li>{stall['seconds']:.2f} s at {stall['at_s']:.1f} s: {where}")

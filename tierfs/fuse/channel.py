@@ -256,9 +256,11 @@ class Channel:
         self._files[lent.slot] = None
         self._drops_in.send_nowait(held)
 
-    async def offer(self, inode: int, lent: LentFile) -> None:
+    async def offer(self, inode: int, lent: LentFile) -> bool:
         """See Lender. Raises ControlError when the channel does not answer."""
-        await self._ask(wire.Offer(inode, lent.slot, lent.generation))
+        waiting = await self._ask(wire.Offer(inode, lent.slot, lent.generation))
+        assert waiting.ack is not None
+        return waiting.ack.status == 0
 
     async def _drop(self) -> None:
         async for lent in self._drops_out:

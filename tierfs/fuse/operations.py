@@ -242,9 +242,8 @@ class Operations(pyfuse3.Operations):
         """Let the kernel read the file by itself if a tier has all of it. The open succeeds whatever happens here."""
         try:
             lent = await self._fs.cache.whole(facts)
-            if lent is not None:
-                await channel.offer(inode, lent)
-                self._loads.handed_out(facts)
+            if lent is not None and await channel.offer(inode, lent):
+                self._loads.handed_out(facts, time.monotonic())
         except TierfsError as error:
             log.warning("offer_failed path=%r error=%s", facts.path, error)
         except Exception as error:

@@ -170,8 +170,11 @@ class Lender(Protocol):
     def take_back(self, lent: LentFile) -> None:
         """The channel shall close it; never waits. Only when no part of it is under lease."""
 
-    async def offer(self, inode: int, lent: LentFile) -> None:
-        """The OPEN of that inode that is about to be answered may read the file itself (passthrough)."""
+    async def offer(self, inode: int, lent: LentFile) -> bool:
+        """The OPEN of that inode that is about to be answered may read the file itself (passthrough).
+
+        Whether it will, unless the kernel refuses: not beside an open through the daemon, or where there is none of it.
+        """
 
 
 class Hold(Protocol):
