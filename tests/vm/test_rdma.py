@@ -31,6 +31,7 @@ pytestmark = pytest.mark.vm
 
 SIZE_BYTES = 5 * BLOCK_BYTES + 12_345
 PACKET_BYTES = 4096
+RECONNECTS = int(os.environ.get("TIERFS_VM_RECONNECTS", "30"))
 
 
 @contextmanager
@@ -124,7 +125,7 @@ def test_reconnects_leave_nothing_behind(tmp_path: Path) -> None:
     from tests.vm.rdma_reconnects import reconnect
 
     before = open_resources()
-    assert reconnect(30) == 30
+    assert reconnect(RECONNECTS) == RECONNECTS
     assert open_resources() == before
 
 
