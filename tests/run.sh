@@ -3,8 +3,9 @@
 #
 # Installs what is missing (see examples/setup.sh), then ruff, mypy and pytest; ends non-zero if any of them complains,
 # or if the tests left a mount or a process behind. The tests that need persistent memory run in a virtual machine
-# (tests/vm/README.md) beside the others, as do those of the faults, and are skipped where there can be none. --fast stays under a minute: no slow tests and no virtual
-# machine, of the real mounts only those marked smoke, and no demo models. --long also runs what takes minutes each: 200 kills, 20 power cuts.
+# (tests/vm/README.md), and are skipped where there can be none; they and those of the faults run beside the others.
+# --fast stays under a minute: no slow tests and no virtual machine, of the real mounts only those marked smoke, and no
+# demo models. --long also runs what takes minutes each: 200 kills, 20 power cuts.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
