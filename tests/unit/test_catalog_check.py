@@ -32,6 +32,7 @@ def link(target: bytes) -> Entry:
         ([], "no root"),
         ([file()], "no root"),
         ([msgspec.structs.replace(ROOT, name=b"x")], "no root"),
+        ([msgspec.structs.replace(ROOT, parent=64)], "no root"),
         ([msgspec.structs.replace(ROOT, size_bytes=1 << 63)], "unusable size"),
         *[
             ([ROOT, file(name)], "unusable name")
@@ -117,9 +118,11 @@ def walk(catalog: Catalog) -> None:
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
-@given(st.lists(_entry, max_size=6), st.sampled_from([4096, 1 << 20, 1]))
-def test_entries_of_any_values_are_refused_or_make_a_sound_tree(entries: list[Any], block_bytes: int) -> None:
-    root = [0, b"", 0, 0o755, 1, 0, b"", b"", 1]
+@given(st.lists(_entry, max_size=6), st.sampled_from([4096, 1 << 20, 1]), st.sampled_from([0, 0, 0, 1, -1, 64]))
+def test_entries_of_any_values_are_refused_or_make_a_sound_tree(
+    entries: list[Any], block_bytes: int, parent: int
+) -> None:
+    root = [parent, b"", 0, 0o755, 1, 0, b"", b"", 1]
     try:
         catalog = decode(msgspec.msgpack.encode(["", 1, block_bytes, [root, *entries]]))
     except ProtocolError:

@@ -98,7 +98,7 @@ def check(catalog: Catalog) -> None:
     if not 0 <= catalog.generation < 1 << 62:
         raise ProtocolError(f"catalog has an unusable generation {catalog.generation}")
     entries = catalog.entries
-    if not entries or entries[0].kind is not Kind.DIRECTORY or entries[0].name:
+    if not entries or entries[0].kind is not Kind.DIRECTORY or entries[0].name or entries[0].parent:
         raise ProtocolError("catalog has no root")
     seen: set[tuple[int, bytes]] = set()
     sizes: dict[bytes, int] = {}

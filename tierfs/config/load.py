@@ -22,6 +22,7 @@ from tierfs.config.relations import complete_mount, complete_serve
 from tierfs.config.schema import MountConfig, ServeConfig
 
 Overrides = Mapping[str, object]
+_DEPTH_MAX = 16
 _S = TypeVar("_S", bound=msgspec.Struct)
 
 
@@ -87,8 +88,10 @@ class _Document:
             raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
         except UnicodeDecodeError as error:
             raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}); expected a TOML file") from error
-        except tomllib.TOMLDecodeError as error:
+        except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError, and so is a number too long
             raise ConfigError(f"{path}: not a TOML file: {error}") from error
+        if _too_deep(table):
+            raise ConfigError(f"{path}: tables and lists within {_DEPTH_MAX} others; expected no such nesting")
         return cls(file=path, table=table, overridden=frozenset()).over(overrides, schema)
 
     def over(self, overrides: Overrides, schema: type[msgspec.Struct]) -> "_Document":
@@ -118,6 +121,15 @@ class _Document:
         if self.file is None or key in self.overridden:
             return Path.cwd()
         return self.file.absolute().parent
+
+
+def _too_deep(table: dict[str, Any]) -> bool:
+    """Whether what walks it, and what prints it, would run out of stack."""
+    level: list[Any] = [table]
+    for _ in range(_DEPTH_MAX):
+        inner = [value.values() if isinstance(value, dict) else value for value in level]
+        level = [value for values in inner for value in values if isinstance(value, (dict, list))]
+    return bool(level)
 
 
 def _copy_tables(table: dict[str, Any]) -> dict[str, Any]:
