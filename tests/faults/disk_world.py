@@ -1,5 +1,6 @@
 """A server and a mount whose warm directory is on a disk that can be hurt. What must hold is as for a hurt source."""
 
+import os
 import sqlite3
 import time
 from pathlib import Path
@@ -67,6 +68,15 @@ class DiskWorld(SourceWorld):
         self.settled()
         self.remount()
         assert self.fetched_by(*models) == 0
+
+    def has_beginning(self, model: str) -> None:
+        """Its first block is in warm, and not all of it."""
+        with (self.mounted.path / model / "model.bin").open("rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+            assert len(file.read(4096)) == 4096
+        self.settled()
+        (found,) = [found for found in self.mounted.status()["models"] if found["path"] == model]
+        assert 0 < found["resident_bytes"] < found["bytes"], found
 
     def settled(self) -> None:
         """Nothing waits to be written any more."""

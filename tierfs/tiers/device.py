@@ -149,12 +149,14 @@ class Device:
             self._timed, _WRITE_TICKS, call, *args, limiter=self._housekeeping, abandon_on_cancel=abandon
         )
 
-    async def reading(self, call: Callable[..., _Result], *args: object) -> _Result:
+    async def reading(self, call: Callable[..., _Result], *args: object, abandon: bool = False) -> _Result:
         """Run a call that reads in one of the device's reader threads; it is timed, see ``tick``.
 
-        Cancellation waits for it: whoever must not wait leaves a task with it, see ``waiting``.
+        Cancellation waits for it, unless ``abandon``: whoever must not wait leaves a task with it, see ``waiting``.
         """
-        return await trio.to_thread.run_sync(self._timed, READ_TICKS, call, *args, limiter=self.readers)
+        return await trio.to_thread.run_sync(
+            self._timed, READ_TICKS, call, *args, limiter=self.readers, abandon_on_cancel=abandon
+        )
 
     async def writing(self, call: Callable[..., _Result], *args: object) -> _Result:
         """Likewise a call that writes, in one of the writer threads."""

@@ -81,7 +81,7 @@ class Lending:
         part = None
         try:
             if opened.lent is None:
-                await self._lend(opened)
+                await self._lend(entry, opened)
             part = self._place(entry, opened, span, await self._reader.status(entry, opened))
             return part
         except OSError as error:
@@ -128,7 +128,7 @@ class Lending:
         if opened is None:
             return "cannot be opened"
         try:
-            lent = opened.lent or await self._lend(opened)
+            lent = opened.lent or await self._lend(entry, opened)
             if lent is None:
                 return "not taken by the channel"
             if not self._reader.untouched(entry, opened, await self._reader.status(entry, opened)):
@@ -162,7 +162,7 @@ class Lending:
         error = OSError(error_number, os.strerror(error_number) if error_number else "short file")
         await self._reader.failed(entry, offset_bytes // entry.block_bytes, error)
 
-    async def _lend(self, opened: OpenObject) -> LentFile | None:
+    async def _lend(self, entry: Entry, opened: OpenObject) -> LentFile | None:
         """Lend an object that the caller has borrowed; of several callers one does it."""
         while opened.lent is None and opened in self._under_way:
             await self._under_way[opened].wait()
@@ -171,7 +171,7 @@ class Lending:
             return opened.lent
         done = self._under_way[opened] = trio.Event()
         try:
-            opened.lent = await _lend_read_only(lender, opened)
+            opened.lent = await self._lend_read_only(lender, entry, opened)
             if opened.lent is None:
                 opened.lend_again_s = trio.current_time() + _REFUSED_S
         finally:
@@ -193,17 +193,16 @@ class Lending:
                 entry.handed_out_saved = True
         return True
 
-
-async def _lend_read_only(lender: Lender, opened: OpenObject) -> LentFile | None:
-    try:
-        fd = opened.reopen()
-    except OSError as error:  # our own lack of something: the object is as good as before
-        _log.warning("object_cannot_be_lent bytes=%d reason=%r", opened.size_bytes, error.strerror)
-        return None
-    try:
-        return await lender.lend(fd, opened.size_bytes)
-    finally:
-        os.close(fd)
+    async def _lend_read_only(self, lender: Lender, entry: Entry, opened: OpenObject) -> LentFile | None:
+        try:
+            fd = opened.reopen() if self._reader.at_once(entry) else await entry.device.reading(opened.reopen)
+        except OSError as error:  # our own lack of something: the object is as good as before
+            _log.warning("object_cannot_be_lent bytes=%d reason=%r", opened.size_bytes, error.strerror)
+            return None
+        try:
+            return await lender.lend(fd, opened.size_bytes)
+        finally:
+            os.close(fd)
 
 
 def _lacks(entry: Entry) -> str:

@@ -63,7 +63,8 @@ class OpenObject:
     def reopen(self) -> int:
         """A read-only descriptor of the very same file, with a file description of its own. Raises OSError.
 
-        By /proc, since by its name another file might be found. It does not wait: the inode is in memory.
+        By /proc, since by its name another file might be found. It does not wait for a local disk: the inode is in
+        memory. A network's file system may ask its server.
         """
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY)
 

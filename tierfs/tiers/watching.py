@@ -94,10 +94,9 @@ class Watching:
         try:
             with trio.move_on_after(wait_s):
                 # The thread has a descriptor of its own: one that hangs in a dead device is left behind.
-                found = await trio.to_thread.run_sync(
-                    _open_and_look, device.store, entry.name, entry.size_bytes, entry.found_good, budget_s,
-                    limiter=device.readers, abandon_on_cancel=True,
-                )  # fmt: skip
+                found = await device.reading(
+                    _open_and_look, device.store, entry.name, entry.size_bytes, entry.found_good, budget_s, abandon=True
+                )
         except OSError as error:
             if error.errno in (errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP):
                 if device not in self._blind:

@@ -1,0 +1,40 @@
+"""The index of the warm directory is lost, or older than the data."""
+
+import shutil
+from collections.abc import Callable
+
+import pytest
+
+from tests.faults.disk_world import MODES, DiskWorld
+from tests.integration.processes import tierfs
+
+pytestmark = pytest.mark.fuse
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("fault", [pytest.param("lost", marks=pytest.mark.long), "older"])
+def test_an_index_that_does_not_fit_costs_refetches_only(
+    disk_world: Callable[..., DiskWorld], mode: str, fault: str
+) -> None:
+    world = disk_world(mode=mode)
+    world.settled()
+    world.mounted.unmount()
+    index = world.disk.path / "warm" / "residency.db"
+    if fault == "lost":
+        index.unlink()
+    else:
+        shutil.copy(index, index.with_name("older"))
+    world.mounted.mount()
+    if fault == "older":
+        tierfs("warm", world.mounted.path / "b")
+        tierfs("evict", world.mounted.path / "a")
+        world.settled()
+        world.mounted.unmount()
+        index.with_name("older").rename(index)
+        world.mounted.mount()
+    assert world.said("tier_reconciled") == 1
+    assert world.fetched_by("a", "b") > 0
+    world.settled()
+    world.remount()
+    assert world.fetched_by("a", "b") == 0
+    world.log_is_short(10)
