@@ -195,7 +195,7 @@ def prepare(config: MountConfig, mountpoint: str) -> None:
         places.remove(config.log.file.parent)  # somebody else's business, such as /var/log
     for place in places:
         try:
-            place.mkdir(mode=0o755, parents=True, exist_ok=True)
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
             # A symlink that root made may lead to the tier; one of anybody else could lead to what is not theirs.
             if place.is_symlink() and (place.lstat().st_uid, place.parent.stat().st_uid) != (0, 0):
                 raise MountFailed(f"{place} is a symlink that root did not make: name the directory itself")

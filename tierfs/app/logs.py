@@ -7,9 +7,11 @@ was held back is counted in the next line of that event.
 import json
 import logging
 import logging.handlers
+import os
 import re
 import time
 from collections.abc import Callable
+from io import TextIOWrapper
 from pathlib import Path
 
 from tierfs.blocks.errors import ConfigError
@@ -43,6 +45,16 @@ class FloodFilter(logging.Filter):
             return False
         event[1] += 1
         return True
+
+
+class _LogFile(logging.handlers.RotatingFileHandler):
+    """Whose new files have mode 0640: lines name models, also those in directories that others may not enter."""
+
+    def _open(self) -> TextIOWrapper:
+        def private(path: str, flags: int) -> int:
+            return os.open(path, flags | os.O_CLOEXEC, 0o640)
+
+        return open(self.baseFilename, self.mode, encoding=self.encoding, errors=self.errors, opener=private)  # type: ignore[return-value]
 
 
 class JsonFormatter(logging.Formatter):
@@ -83,7 +95,7 @@ def start(*, level: str, file: str | None, style: str) -> None:
     if file:
         try:
             Path(file).parent.mkdir(parents=True, exist_ok=True)
-            handler = logging.handlers.RotatingFileHandler(file, maxBytes=_FILE_BYTES, backupCount=_FILES)
+            handler = _LogFile(file, maxBytes=_FILE_BYTES, backupCount=_FILES)
         except OSError as error:
             raise ConfigError(f"cannot log to {file}: {error.strerror}; see log.file and state_dir") from error
     else:

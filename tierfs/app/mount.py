@@ -132,6 +132,8 @@ class _Mount:
         self._state = launch.state_directory(start.config, start.mountpoint)
         try:
             self._state.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if self._state.stat().st_mode & 0o077:  # made by an older version; the catalog in it names everything
+                self._state.chmod(0o700)
         except OSError as error:
             raise ConfigError(f"state_dir: cannot make {self._state}: {error.strerror}") from error
         self._remembered = Remembered(self._state)

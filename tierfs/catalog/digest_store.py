@@ -20,6 +20,7 @@ import xxhash
 
 from tierfs.blocks.ids import ID_BYTES
 from tierfs.blocks.spans import block_count
+from tierfs.catalog.private import keep_private
 from tierfs.catalog.scan import FileFacts
 
 log = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class DigestStore:
         """Open or create the store in this file; its directory is created."""
         self._path = path
         self._first_generation = 1
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._connection = self._open()
 
     def lookup(self, files: Iterable[FileFacts], block_bytes: int) -> dict[bytes, bytes]:
@@ -156,6 +157,7 @@ class DigestStore:
             return self._connect()
 
     def _connect(self) -> sqlite3.Connection:
+        keep_private(self._path)
         connection = sqlite3.connect(self._path, timeout=_BUSY_TIMEOUT_S, check_same_thread=False)
         try:
             found = connection.execute("PRAGMA user_version").fetchone()[0]

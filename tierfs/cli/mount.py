@@ -295,7 +295,7 @@ def _errors_file(settings: MountConfig, place: str) -> IO[bytes]:
         path.replace(path.with_suffix(".log.1"))
     # The directory may be that of a user with fewer rights, who must not make root write elsewhere.
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    return os.fdopen(os.open(path, flags, 0o644), "ab+")
+    return os.fdopen(os.open(path, flags, 0o640), "ab+")
 
 
 def _end_daemon(record: registry.Record, place: str) -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from tierfs.blocks.ids import ID_BYTES, BlockDigest, ObjectKey
 from tierfs.blocks.spans import block_count
+from tierfs.catalog.private import keep_private
 from tierfs.policy.eviction import Heat
 
 _log = logging.getLogger(__name__)
@@ -117,6 +118,7 @@ class Residency:
 
         Raises sqlite3.Error when the device itself fails.
         """
+        keep_private(self._path)
         try:
             return self._load()
         except sqlite3.DatabaseError as error:
@@ -125,6 +127,7 @@ class Residency:
                 raise
             aside = self._move_aside()
             _log.error("residency_unreadable database=%s moved_to=%s reason=%r", self._path, aside, str(error))
+            keep_private(self._path)
             stored = self._load()
             stored.replaced = aside
             return stored
