@@ -69,7 +69,7 @@ def models(tmp_path: Path) -> Path:
     return tmp_path / "models"
 
 
-@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "tls"])
+@pytest.mark.parametrize("encrypted", [pytest.param(False, marks=pytest.mark.long), True], ids=["plain", "tls"])
 def test_a_server_full_of_half_handshakes_serves_who_knows_the_token(
     tmp_path: Path, models: Path, serve: Callable[..., Serve], mount: Callable[..., Mount], encrypted: bool
 ) -> None:

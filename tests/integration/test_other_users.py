@@ -84,7 +84,7 @@ def allowed(mode: int, *, in_group: bool) -> bool:
     return bool(mode & (0o040 if in_group else 0o004))
 
 
-@pytest.mark.parametrize("kind", ["direct", "channel"])
+@pytest.mark.parametrize("kind", [pytest.param("direct", marks=pytest.mark.long), "channel"])
 def test_modes_hold_for_every_other_user(
     place: Path, models: Path, serve: Callable[..., Serve], mount: Callable[..., Mount], kind: str
 ) -> None:
@@ -173,6 +173,7 @@ def _no_command(mounted: Mount) -> None:
     assert mounted.status()["daemon"]["pid"] == mounted.pid
 
 
+@pytest.mark.long
 def test_a_mount_for_its_owner_alone_shows_nothing_to_others(
     place: Path, models: Path, mount: Callable[..., Mount]
 ) -> None:

@@ -148,6 +148,7 @@ def test_no_run_shows_the_token(
     log = seen.texts[str(server.log)]
     assert "wrong token" in log and "TLS handshake failed" in log
     assert mounted.log()
+    assert any(str(right) in text for text in seen.texts.values()), "where the token lies is no secret, and seen"
     seen.never()
 
 
