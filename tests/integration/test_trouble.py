@@ -67,6 +67,8 @@ def test_source_down_serves_what_is_resident_fails_the_rest_in_time_and_recovers
     status = mounted.status()
     assert time.monotonic() - start < 5
     assert status["source"]["state"] != "connected" and status["source"]["reason"]
+    assert [(model["path"], model["eta_s"] is None) for model in status["models"]] == [("a", False), ("b", True)]
+    assert "not known while the source is away" in tierfs("where", mounted.path / "b").stdout
     server.start()
     eventually(lambda: mounted.status()["source"]["state"] == "connected", "the source is back")
     assert sum_of(mounted.path / "b" / "model.bin") == sum_of(models / "b" / "model.bin")

@@ -176,6 +176,8 @@ def test_where_says_each_file_and_the_rates(tmp_path: Path) -> None:
             (answer,) = await asked.ask("where", "a")
             assert answer["eta_s"] == pytest.approx(SIZE / answer["bytes_per_s"]["warm"])
             assert "per_file" not in answer
+            asked.world.source.unavailable = True
+            assert [(await asked.ask("where", path))[0]["eta_s"] is None for path in ("a", ".")] == [False, True]
 
     run(test)
 

@@ -37,10 +37,13 @@ def where(
 def _placed(answer: dict[str, Any], rates: dict[str, float]) -> str:
     tiers = ", ".join(f"{name} {format_bytes(count)}" for name, count in answer["tiers"].items())
     unmeasured = [name for name, count in answer["tiers"].items() if count and not rates[name]]
-    if answer["eta_s"] is None:
+    local = f"what {' and '.join(unmeasured)} takes, which is not measured yet (tierfs doctor CONFIG does)"
+    if answer["eta_s"] is None and rates["source"]:
+        eta = "not known while the source is away"
+    elif answer["eta_s"] is None:
         eta = "not known yet"
     elif unmeasured:
-        eta = f"{answer['eta_s']:.1f} s and what {' and '.join(unmeasured)} takes, which is not measured yet"
+        eta = f"{answer['eta_s']:.1f} s and {local}" if answer["eta_s"] else local
     else:
         eta = f"{answer['eta_s']:.1f} s"
     missing = format_bytes(answer["missing_bytes"])

@@ -281,14 +281,15 @@ async def _count(daemon: Daemon, files: Sequence[FileFacts]) -> dict[str, int]:
 
 
 def _eta_s(daemon: Daemon, total_bytes: int, counts: Mapping[str, int]) -> float | None:
-    """Expected seconds to load from here, by the rates measured so far; None while the source's is not known.
+    """Expected seconds to load from here, by the rates measured so far; None while the source's is not known, or the
+    source is away: nobody can say then when what is missing will be here.
 
     Each byte counts where it is nearest. A tier that nothing was loaded from yet counts as no wait.
     """
     cache = daemon.cache
     left = counts["resident"]
     missing = total_bytes - left
-    if missing and not cache.source_rate:
+    if missing and (not cache.source_rate or cache.source.statistics().state != "connected"):
         return None
     seconds = missing / cache.source_rate if missing else 0.0
     for tier in cache.tiers:
