@@ -461,11 +461,14 @@ class CacheMachine(RuleBasedStateMachine):
         self._read_all(wanted)
 
     def _read_all(self, wanted: list[tuple[OpenFile, int, int]]) -> None:
+        patience_s = self.random.choice([0.0, 0.001, 0.01, *[WAIT_S] * 6])  # some readers are killed
+
         async def read_all() -> None:
             must = self._patience(wanted)
-            async with trio.open_nursery() as nursery:
-                for one in wanted:
-                    nursery.start_soon(partial(self._read, *one, must=must))
+            with trio.move_on_after(patience_s):
+                async with trio.open_nursery() as nursery:
+                    for one in wanted:
+                        nursery.start_soon(partial(self._read, *one, must=must))
 
         self.loop.call(read_all)
 

@@ -4,11 +4,14 @@ import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 import trio
 import trio.testing
 
+from tests.local_tiers import running as tier_running
+from tests.local_tiers import warm
 from tierfs.blocks.errors import CorruptBlock, SourceRefused, SourceTimeout, StaleVersion
 from tierfs.blocks.ids import ContentId, ObjectKey, VersionId
 from tierfs.blocks.spans import Span
@@ -17,6 +20,7 @@ from tierfs.cache.buffers import BufferPool
 from tierfs.cache.memory import BlockMemory, MemoryBlock
 from tierfs.cache.prefetcher import Prefetcher
 from tierfs.testing.sources import MemorySource, version_of
+from tierfs.tiers.interface import Offer
 
 BLOCK = 64 << 10
 DATA = random.Random(1).randbytes(10 * BLOCK + 77)
@@ -353,6 +357,23 @@ def test_a_block_that_was_dropped_while_its_reader_was_on_the_way_stays_dropped(
             cache.memory.drop(key)
             cache.memory.served(key, block, BLOCK)
             assert key not in cache.memory
+            assert cache.pool.used_slots == 0
+
+    run(test)
+
+
+def test_a_block_that_leaves_memory_before_the_mover_has_its_turn_is_offered_all_the_same(tmp_path: Path) -> None:
+    """Two files turn out to be equal just then, and one block of the two is dropped."""
+
+    async def test() -> None:
+        source = MemorySource({PATH: DATA}, block_bytes=BLOCK)
+        async with running(source) as cache, tier_running(warm(tmp_path)) as tier:
+            cache.on_room = cache.memory.clear  # called between the end of the load and the turn of who waits for it
+            assert await cache.load_into(tier, FILE, 3) is Offer.ACCEPTED
+            await tier.flush()
+            buffer = memoryview(bytearray(BLOCK))
+            assert await tier.read_block(cache.key(FILE.version), 3, buffer)
+            assert buffer == DATA[3 * BLOCK : 4 * BLOCK]
             assert cache.pool.used_slots == 0
 
     run(test)

@@ -316,11 +316,14 @@ class BlockCache:
             self.on_wait()
         block = await self._wait_held(file, key, span.block)
         try:
-            if block.length_bytes != block_length(file.size_bytes, self.block_bytes, span.block):
-                raise SourceRefused(f"{file.name}: the source says that a file of another size has the same content")
+            self._check_length(file, span.block, block)
             return in_memory((key, span.block), block, span)
         finally:
             block.buffer.release()
+
+    def _check_length(self, file: FileFacts, block: int, found: MemoryBlock) -> None:
+        if found.length_bytes != block_length(file.size_bytes, self.block_bytes, block):
+            raise SourceRefused(f"{file.name}: the source says that a file of another size has the same content")
 
     def _in_memory(self, file: FileFacts, key: ObjectKey, block: int) -> MemoryBlock | None:
         """That block of the file. One of another length is none: a source may say that files of different sizes have
@@ -439,9 +442,23 @@ class BlockCache:
         return found[0] if found else None
 
     async def load(self, file: FileFacts, block: int) -> MemoryBlock:
-        """That block in memory, for the mover. Valid until the next checkpoint unless leased. Raises like read()."""
+        """That block in memory. Valid until the next checkpoint unless it was dropped just now. Raises like read()."""
         key = self.key(file.version)
         return self._in_memory(file, key, block) or await self._wait(file, key, block)
+
+    async def load_into(self, tier: LocalTier, file: FileFacts, block: int) -> Offer:
+        """That block in memory, and offered to one tier: for the mover. Raises like read()."""
+        key = self.key(file.version)
+        there = self._in_memory(file, key, block)
+        if there is not None:
+            return self.offer(file, block, there, tier)
+        # Held until it is offered: between the end of its load and this task's turn it may have left memory again.
+        found = await self._wait_held(file, key, block)
+        try:
+            self._check_length(file, block, found)
+            return self.offer(file, block, found, tier)
+        finally:
+            found.buffer.release()
 
     def prefetch(self, file: FileFacts, block: int) -> bool:
         """Start loading a block nobody waits for; False when it is here, on its way, or needs no load (mapped)."""

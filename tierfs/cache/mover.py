@@ -102,8 +102,7 @@ async def bring(cache: BlockCache, file: FileFacts, block: int, tier: LocalTier)
     while True:
         if tier.resident(cache.key(file.version), block):
             return True
-        kept = await cache.load(file, block)
-        answer = cache.offer(file, block, kept, tier)
+        answer = await cache.load_into(tier, file, block)
         if answer in (Offer.ACCEPTED, Offer.RESIDENT):
             return True
         if answer is Offer.BYPASSED:
