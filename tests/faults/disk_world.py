@@ -2,6 +2,8 @@
 
 import os
 import sqlite3
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,13 @@ from tests.integration.processes import drop_caches, eventually, process_status
 
 # Both have the same tier below them: in direct mode it is read in the long run.
 MODES = ["channel", pytest.param("direct", marks=pytest.mark.long)]
+_PAGE = """
+import os, sys
+file = os.open(sys.argv[1], os.O_RDONLY)
+os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
+sys.stdout.buffer.write(os.pread(file, 4096, int(sys.argv[2])))
+"""
 
 
 class DiskWorld(SourceWorld):
@@ -77,6 +86,13 @@ class DiskWorld(SourceWorld):
         self.settled()
         (found,) = [found for found in self.mounted.status()["models"] if found["path"] == model]
         assert 0 < found["resident_bytes"] < found["bytes"], found
+
+    def page_is_right(self, model: str, offset_bytes: int, *, within_s: float = 20) -> None:
+        """One page, which no readahead follows."""
+        command = [sys.executable, "-c", _PAGE, str(self.mounted.path / model / "model.bin"), str(offset_bytes)]
+        done = subprocess.run(command, capture_output=True, timeout=within_s, check=True)
+        expected = (self.models / model / "model.bin").read_bytes()[offset_bytes : offset_bytes + 4096]
+        assert done.stdout == expected
 
     def settled(self) -> None:
         """Nothing waits to be written any more."""

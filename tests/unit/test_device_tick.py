@@ -86,6 +86,21 @@ def test_calls_that_are_answered_never_add_up(tmp_path: Path) -> None:
     run(test)
 
 
+def test_a_call_that_was_left_behind_is_late_too(tmp_path: Path) -> None:
+    async def test() -> None:
+        device = in_service(tmp_path)
+        answer = threading.Event()
+        with trio.move_on_after(0.05) as scope:
+            await device.reading(answer.wait, abandon=True)
+        assert scope.cancelled_caught
+        try:
+            assert ticks(device, READ_TICKS + 1) == [False] * READ_TICKS + [True]
+        finally:
+            answer.set()
+
+    run(test)
+
+
 def test_a_stalled_device_is_no_news_to_a_copy_that_is_late_too(tmp_path: Path) -> None:
     device = in_service(tmp_path)
     assert device.stall()

@@ -346,7 +346,9 @@ class Channel:
         if failed.slot < wire.SLOTS:
             lent = self._files[failed.slot]
             known = lent is not None and lent.generation == failed.generation
-        log.warning(
+        # Of a disk that does not answer the tier says so itself, once and not for each copy.
+        log.log(
+            logging.INFO if failed.error_number == errno.EINPROGRESS else logging.WARNING,
             "channel_read_failed slot=%d offset=%d length=%d error=%s",
             failed.slot,
             failed.offset_bytes,
