@@ -165,6 +165,7 @@ def test_a_lease_that_is_over_is_reused_and_the_digest_tells(exported: Path, mon
                 await eventually(lambda: pair.fabric.held >= 2)
                 lending = pair.served.server  # the session's buffers are both lent; a third lease needs one of them
                 assert lending.statistics().lent_blocks == 2
+                assert lending.statistics().requests["lease"]["ok"] == 2 and lending.statistics().pinned_bytes > 0
                 await trio.sleep(1.1)
                 link = pair.source._links[0]  # a client that asks for more than its credits
                 version, _ = await pair.file(b"file")

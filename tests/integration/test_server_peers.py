@@ -198,6 +198,8 @@ def test_a_reset_in_mid_body_frees_everything(tmp_path: Path) -> None:
                 reset(peer)
             await eventually(lambda: served.server.statistics().connections == 0)
             assert served.server.statistics().in_flight_bytes == 0
+            outcomes = served.server.statistics().requests["read"]
+            assert outcomes["lost"] >= 5 and set(outcomes) <= {"ok", "lost"}
             await whole_file_is_served(served.port, data)
 
     run(main)
@@ -356,6 +358,7 @@ def test_a_cancelled_request_is_answered_once_and_frees_its_place(tmp_path: Path
                 await peer.hello()
                 await peer.send(m.ReadBlock(version, 0, 0, 100, BLOCK_BYTES), request_id=1)
                 await gated.someone_waits.wait()
+                assert server.statistics().running_requests == 1
                 await peer.send(m.Cancel(), request_id=1)
                 request_id, message, _ = await peer.receive()
                 assert request_id == 1 and isinstance(message, m.Error) and message.code is m.Code.CANCELLED
@@ -364,6 +367,9 @@ def test_a_cancelled_request_is_answered_once_and_frees_its_place(tmp_path: Path
                 gated.gate.set()
                 await peer.send(m.ReadBlock(version, 0, 0, 100, BLOCK_BYTES), request_id=1)
                 assert (await peer.receive())[2] == b"x" * 100
+                await eventually(lambda: server.statistics().running_requests == 0)
+                assert server.statistics().requests["read"] == {"cancelled": 1, "ok": 1}
+                assert sum(server.statistics().latencies["read"].counts) == 1
 
     run(main)
 
@@ -398,6 +404,7 @@ def test_a_cancel_at_any_moment_leaves_each_request_one_whole_reply(tmp_path: Pa
             await eventually(
                 lambda: served.server.statistics().in_flight_bytes == 0
             )  # the last one is given up just now
+            assert served.server.statistics().requests["read"] == {"ok": whole, "cancelled": count - whole}
 
     run(main)
 
@@ -534,13 +541,17 @@ def test_an_export_that_fails_unexpectedly_is_an_error_to_the_peer_and_in_the_lo
         async with exporting(tmp_path) as inner:
             version, _ = file_of(await inner.publication(), b"file")
             missing = ShrunkExport(inner, tmp_path / "missing", b"x")
-            async with listening({"": missing}) as (_, port):
+            async with listening({"": missing}) as (server, port):
                 peer = await RawPeer.connect(port)
                 await peer.hello()
                 for i in range(2):
                     await peer.send(m.ReadBlock(version, 0, 0, 1, BLOCK_BYTES), request_id=i)
                     _, message, _ = await peer.receive()
                     assert isinstance(message, m.Error) and message.code is m.Code.UNAVAILABLE
+                await peer.send(m.ReadBlock(VersionId(bytes(16)), 0, 0, 1, BLOCK_BYTES), request_id=2)
+                await peer.receive()
+                await eventually(lambda: sum(server.statistics().requests["read"].values()) == 3)
+                assert server.statistics().requests["read"]["failed"] >= 2
 
     run(main)
     assert any("request_failed" in record.message and record.exc_info for record in caplog.records)
