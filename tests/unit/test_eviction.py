@@ -43,9 +43,9 @@ CASES = {
     "a hotter model stays": (
         {"a": (2.0, 60.0), "new": (1.0, 0.0)}, [candidate("a/1")], 10, 10, "new", []),
     "a model loaded repeatedly stays until the other is clearly hotter": (
-        {"a": (1.6, 0.0), "new": (2.0, 0.0)}, [candidate("a/1")], 10, 10, "new", []),
+        {"a": (1.6, 0.0), "new": (2.5, 0.0)}, [candidate("a/1")], 10, 10, "new", []),
     "a model loaded repeatedly goes when the other is clearly hotter": (
-        {"a": (1.6, 0.0), "new": (2.2, 0.0)}, [candidate("a/1")], 10, 10, "new", ["a/1"]),
+        {"a": (1.6, 0.0), "new": (2.7, 0.0)}, [candidate("a/1")], 10, 10, "new", ["a/1"]),
     "a model as hot as the incoming one stays": (
         {"a": (1.0, 0.0), "new": (1.0, 0.0)}, [candidate("a/1")], 10, 10, "new", []),
     "a hotter model not used for a half-life goes": (

@@ -12,7 +12,9 @@ Rules, for room asked by an incoming model:
    keeps what it has, and its second pass hits for that.
 2. Only models colder than the incoming one, or not used for a half-life, give way. A scan over many models once each
    (heat 1) displaces other such models, never one that was loaded repeatedly. And one that was loaded repeatedly
-   gives way only to one hotter by half a load: else two that do not fit together evict each other in turn.
+   gives way only to one hotter by more than a load. Of models loaded equally often the one that is being loaded is
+   hotter by up to that much, the others' last load being longer ago: else those that do not fit together would evict
+   each other in turn.
 3. Coldest model first; within a model the object used longest ago first.
 4. For what an operator has pinned (urgent) everything gives way that is not pinned, other objects of its own model
    too: they may be of the version it replaces.
@@ -27,7 +29,7 @@ from tierfs.blocks.ids import ObjectKey
 
 HALF_LIFE_S = 3600.0
 SAME_LOAD_S = 5.0
-HYSTERESIS_LOADS = 0.5
+HYSTERESIS_LOADS = 1.0
 # Below this a model is as good as never loaded: ten half-lives after its last load.
 FORGOTTEN_HEAT = 1 / 1024
 
