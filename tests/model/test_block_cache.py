@@ -323,23 +323,24 @@ class CacheMachine(RuleBasedStateMachine):
             return
         file = free[which % len(free)]
         time.sleep(TICK_S)
-        if how == "remove":
-            file.unlink()
-        elif how == "cut" and file in warm:  # what is mapped would end us by SIGBUS
-            os.truncate(file, where % (file.stat().st_size + 1))
-        elif file.stat().st_size:
-            with file.open("r+b") as handle:
-                size = file.stat().st_size
-                at = where % size
-                if how == "swap" and size >= 2 * BLOCK:
-                    first, second = handle.read(BLOCK), handle.read(BLOCK)
-                    handle.seek(0)
-                    handle.write(second + first)
-                else:
-                    handle.seek(at)
-                    byte = handle.read(1)[0]
-                    handle.seek(at)
-                    handle.write(bytes([byte ^ 1]))
+        with contextlib.suppress(FileNotFoundError):  # it has left meanwhile
+            if how == "remove":
+                file.unlink()
+            elif how == "cut" and file in warm:  # what is mapped would end us by SIGBUS
+                os.truncate(file, where % (file.stat().st_size + 1))
+            elif file.stat().st_size:
+                with file.open("r+b") as handle:
+                    size = file.stat().st_size
+                    at = where % size
+                    if how == "swap" and size >= 2 * BLOCK:
+                        first, second = handle.read(BLOCK), handle.read(BLOCK)
+                        handle.seek(0)
+                        handle.write(second + first)
+                    else:
+                        handle.seek(at)
+                        byte = handle.read(1)[0]
+                        handle.seek(at)
+                        handle.write(bytes([byte ^ 1]))
 
     @rule(how=st.sampled_from(["away", "back", "wrong once", "wrong for long"]))
     def change_source(self, how: str) -> None:
