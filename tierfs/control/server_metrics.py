@@ -63,6 +63,7 @@ FIGURES: tuple[Figure, ...] = (
     ),
     _server("counter", "malformed_peers_total", "malformed", "Connections ended over what is no message"),
     _server("counter", "timed_out_peers_total", "timed_out", "Connections ended over a silence"),
+    _server("counter", "pushed_out_peers_total", "pushed_out", "Connections pushed out before their handshake"),
     _server("counter", "cut_off_peers_total", "cut_offs", "Connections ended since others waited for them"),
     # -- exports
     Figure(
