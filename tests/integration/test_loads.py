@@ -95,14 +95,16 @@ def test_a_report_as_table_json_picture_and_page_mounted_and_not(
     assert "no load is known yet" in tierfs("report", mounted.path).stdout
     assert len((mounted.path / "a/2.bin").read_bytes()) == 10 * MIB
     now = json.loads(tierfs("report", mounted.path, "--json").stdout)
-    assert [(one["end"], one["slowest_file"]["path"]) for one in now] == [("running", "a/2.bin")]
+    assert [one["slowest_file"]["path"] for one in now] == ["a/2.bin"]
+    assert now[0]["end"] in ("running", "quiet")  # the latter where the machine took more than 10 s for the command
     mounted.unmount()
 
     gone = ("report", mounted.path, "--state-dir", mounted.work / "state")
     (load,) = json.loads(tierfs(*gone, "--json").stdout)
-    assert (load["end"], load["read_bytes"], load["mountpoint"]) == ("stopped", 10 * MIB, str(mounted.path))
+    assert (load["read_bytes"], load["mountpoint"]) == (10 * MIB, str(mounted.path))
+    assert load["end"] in ("stopped", "quiet")
     table = tierfs(*gone).stdout
-    assert "stopped" in table and "10MiB" in table and "a/2.bin" in table
+    assert load["end"] in table and "10MiB" in table and "a/2.bin" in table
     tierfs(*gone, "--png", tmp_path / "p.png", "--html", tmp_path / "p.html")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "p.html").read_text()
