@@ -5,14 +5,14 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.faults.disk_world import MODES, DiskWorld
+from tests.faults.disk_world import DiskWorld
 from tests.integration.processes import tierfs
 
-pytestmark = pytest.mark.fuse
+pytestmark = [pytest.mark.fuse, pytest.mark.long]  # without a mount: test_tier_faults.py
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("fault", [pytest.param("lost", marks=pytest.mark.long), "older"])
+@pytest.mark.parametrize("mode", ["channel", "direct"])
+@pytest.mark.parametrize("fault", ["lost", "older"])
 def test_an_index_that_does_not_fit_costs_refetches_only(
     disk_world: Callable[..., DiskWorld], mode: str, fault: str
 ) -> None:
