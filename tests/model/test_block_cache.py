@@ -332,11 +332,13 @@ class CacheMachine(RuleBasedStateMachine):
                 with file.open("r+b") as handle:
                     size = file.stat().st_size
                     at = where % size
-                    if how == "swap" and size >= 2 * BLOCK:
+                    # Never into a hole: it would take space of which the tier cannot know.
+                    data_bytes = os.lseek(handle.fileno(), 0, os.SEEK_HOLE)
+                    if how == "swap" and data_bytes >= 2 * BLOCK:
                         first, second = handle.read(BLOCK), handle.read(BLOCK)
                         handle.seek(0)
                         handle.write(second + first)
-                    else:
+                    elif os.lseek(handle.fileno(), at, os.SEEK_HOLE) > at:
                         handle.seek(at)
                         byte = handle.read(1)[0]
                         handle.seek(at)
