@@ -220,7 +220,7 @@ def test_a_half_closed_peer_is_closed(tmp_path: Path) -> None:
 def test_two_hundred_slow_peers_hold_bounded_memory_and_the_others_are_served(tmp_path: Path) -> None:
     data = pattern(16 * BLOCK_BYTES)
     (tmp_path / "file").write_bytes(data)
-    limits = ServerLimits(in_flight_bytes=32 * BLOCK_BYTES, in_memory_bytes=4 * BLOCK_BYTES, patience_s=0.05)
+    limits = ServerLimits(in_flight_bytes=32 * BLOCK_BYTES, in_memory_bytes=4 * BLOCK_BYTES, patience_s=0.3)
 
     async def main() -> None:
         async with serving(tmp_path, limits=limits, digest=False) as served:
