@@ -49,6 +49,7 @@ BLOCK = 16 << 10
 TICK_S = 0.02  # two writes in one tick of the file system's clock have one time
 WAIT_S = 30.0  # for whatever must come to an end
 PATIENT_S, IMPATIENT_S = 20.0, 0.05  # the source's timeout while it is there, and while it is known to be away
+AFTER_S = 1.2  # what a reader waited for in vain is refused for a second to those who come after it
 SHM = Path("/dev/shm")
 
 # Sizes at every border; two files of one content; four models of which warm holds two or three, and hot one.
@@ -194,7 +195,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.pinned_blocks: dict[tuple[str, ObjectKey], set[int]] = {}
         self.harmed = False  # something may be missing that was here
         self.shrunk = False
-        self.failed_at_s = 0.0  # when a read last failed for want of the source
+        self.back_at_s = -10.0  # when the source came back
         self.revision = 0
         self.world: World | None = None
 
@@ -351,10 +352,10 @@ class CacheMachine(RuleBasedStateMachine):
                 self.source.corrupt_next = 2
             elif how == "wrong for long":
                 self.source.corrupt_next = 1 << 30
+            elif how == "away":
+                self.source.unavailable = True
             else:
-                self.source.unavailable = how == "away"
-                if how == "back":
-                    self.source.corrupt_next = 0
+                self._source_is_back()
 
         self.loop.call(change)
 
@@ -364,10 +365,14 @@ class CacheMachine(RuleBasedStateMachine):
         self.faults.disarm()
         self.loop.call(self._heal)
 
-    async def _heal(self) -> None:
+    def _source_is_back(self) -> None:
+        if self.source.unavailable:
+            self.back_at_s = trio.current_time()
         self.source.unavailable, self.source.corrupt_next = False, 0
-        # What a reader waited for in vain is refused for a second to those who come after it.
-        await trio.sleep(max(0.0, self.failed_at_s + 1.05 - trio.current_time()))
+
+    async def _heal(self) -> None:
+        self._source_is_back()
+        await trio.sleep(max(0.0, self.back_at_s + AFTER_S - trio.current_time()))
         await self._settled()
         with trio.fail_after(WAIT_S):
             await until(lambda: all(tier.statistics().state == "ok" for tier in self.world.tiers))
@@ -512,10 +517,7 @@ class CacheMachine(RuleBasedStateMachine):
         elif isinstance(error, CorruptBlock):
             assert source.corrupt_next > 1000, error
         elif isinstance(error, SourceTimeout):
-            recent = trio.current_time() - self.failed_at_s < 1.05
-            assert source.unavailable or recent, error
-            if source.unavailable:
-                self.failed_at_s = trio.current_time()
+            assert source.unavailable or trio.current_time() - self.back_at_s < AFTER_S, error
         else:
             raise error
 
