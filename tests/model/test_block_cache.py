@@ -319,12 +319,14 @@ class CacheMachine(RuleBasedStateMachine):
         kept = {os.fstat(fd).st_ino for fd in self.world.lender.files.values()} if self.world is not None else set()
         warm = object_files(self.place / "warm")
         hot = object_files(self.hot_place) if self.world is not None else []
-        free = [file for file in (*warm, *hot) if file.stat().st_ino not in kept]
-        if any(mapped for mapped, _ in self.maps) or not free:
+        if any(mapped for mapped, _ in self.maps):
             return
-        file = free[which % len(free)]
-        time.sleep(TICK_S)
-        with contextlib.suppress(FileNotFoundError):  # it has left meanwhile
+        with contextlib.suppress(FileNotFoundError):  # one has left meanwhile
+            free = [file for file in (*warm, *hot) if file.stat().st_ino not in kept]
+            if not free:
+                return
+            file = free[which % len(free)]
+            time.sleep(TICK_S)
             if how == "remove":
                 file.unlink()
             elif how == "cut" and file in warm:  # what is mapped would end us by SIGBUS
